@@ -75,8 +75,10 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
 def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
     """Of each block the weights that are held in 4 bits, those that are not trained: by the names of linear layers,
     and of what experts have; how many rows of how many each."""
-    both = {**shape.linear, **shape.stacked}
-    return _layers_of(both, shape.layers, spec, tuple(both)) if spec.quantises else [{}] * shape.layers
+    if spec.quantised is None:
+        return [{}] * shape.layers
+    sizes = {**shape.linear, **shape.stacked} if spec.quantised == "nf4" else shape.stacked
+    return _layers_of(sizes, shape.layers, spec, tuple(sizes))
 
 
 def _layers_of(

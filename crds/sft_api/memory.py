@@ -15,7 +15,7 @@ from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_weights, tr
 from .model_shape import ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.lora import LoraSpec
+from .v1alpha1.lora import LoraSpec, Quantised
 from .v1alpha1.status import PlanStatus
 
 MOMENTS = 2
@@ -33,10 +33,10 @@ LOW_RANK = 8
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
 BYTES = {"bf16": 2, "fp32": 4}
 NF4_BLOCK = 64
-"""Weights in 4 bits that share what they are multiplied by, a number in fp32."""
-NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
-"""Of each such weight."""
-NF4_AT_ONCE = 2**24
+"""Weights in NF4 that share what they are multiplied by, a number in fp32."""
+PACKED_BYTES: Mapping[Quantised | None, float] = {None: 0, "nf4": 1 / 2 + 4 / NF4_BLOCK, "mxfp4": 1 / 2 + 1 / 32}
+"""Of each weight in 4 bits, with its part of what it is multiplied by."""
+PACKED_AT_ONCE = 2**24
 """Such weights whose values a GPU looks up at a time, in fp32, by an index of 4 bytes for each two of them."""
 
 
@@ -126,7 +126,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]
     packed = [*map(sum, matrices)]
     blocks = zip_longest(adapters, packed, fillvalue=0)
-    block, packed_block = largest_block((shape.block_parameters + added, of) for added, of in blocks)
+    block, packed_block = largest_block(((shape.block_parameters + added, of) for added, of in blocks), spec.quantised)
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
@@ -146,14 +146,14 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     )
 
 
-def largest_block(blocks: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Of blocks with so many parameters, and so many of them in 4 bits, the one that takes most."""
-    return max(blocks, key=lambda block: _bytes(block[0], block[1], BYTES["bf16"]))
+def largest_block(blocks: Iterable[tuple[int, int]], quantised: Quantised | None) -> tuple[int, int]:
+    """Of blocks with so many parameters, and so many of them ``quantised``, the one that takes most."""
+    return max(blocks, key=lambda block: _bytes(block[0], block[1], BYTES["bf16"], quantised))
 
 
-def _bytes(parameters: int, packed: int, each: int) -> float:
-    """Of so many ``parameters`` that take so much ``each``, but for those of them that are ``packed``."""
-    return each * (parameters - packed) + NF4_BYTES * packed
+def _bytes(parameters: int, packed: int, each: int, quantised: Quantised | None) -> float:
+    """Of so many ``parameters`` that take so much ``each``, but for those ``packed`` of them that are ``quantised``."""
+    return each * (parameters - packed) + PACKED_BYTES[quantised] * packed
 
 
 def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
@@ -201,7 +201,9 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     on_its_way = 0
     if offloads(spec):
         # A share, in the precision that it is held in.
-        on_its_way = ceil(max(4 * sizes.root, _bytes(sizes.block, sizes.packed_block, 4)) / plan.shard_degree)
+        on_its_way = ceil(
+            max(4 * sizes.root, _bytes(sizes.block, sizes.packed_block, 4, spec.quantised)) / plan.shard_degree
+        )
     begin = 2 * root + block + on_its_way
     root += on_its_way
 
@@ -216,7 +218,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     # backward pass of blocks, and at the end of all.
     alone, working = blocks if whole else block, tokens * max(kind.working for kind in kinds)
     if not plan.compile:
-        working += 6 * min(NF4_AT_ONCE, sizes.packed_matrix)
+        working += 6 * min(PACKED_AT_ONCE, sizes.packed_matrix)
     earlier = layers - tokens * min((kind.kept for kind in kinds if kind != NOTHING), default=0.0)
     backward = [(root + blocks + (computed + summed) * sizes.trained_block, layers + working, computed * head)]
     if sizes.experts:
@@ -253,8 +255,8 @@ def gathered_bytes(sizes: Sizes, spec: SFTJobSpec, plan: PlanStatus) -> tuple[fl
         return 0, 0, 0
     if not gathers_base(spec, plan.precision, plan.processes):
         return computed * sizes.trained_block, computed * sizes.trained_root, computed * sizes.trained
-    block = _bytes(sizes.block, sizes.packed_block, computed)
-    return block, computed * sizes.root, _bytes(sizes.parameters, sizes.packed, computed)
+    block = _bytes(sizes.block, sizes.packed_block, computed, spec.quantised)
+    return block, computed * sizes.root, _bytes(sizes.parameters, sizes.packed, computed, spec.quantised)
 
 
 def logit_bytes(logits: Transformed, computed: int) -> int:
@@ -272,7 +274,7 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
     trained = parameters if spec.trains_all else 0
     frozen = parameters - trained
     # How many of them are in linear layers nobody knows.
-    packed = frozen if spec.quantises else 0
+    packed = frozen if spec.quantised else 0
     return MemoryEstimate(**_states(trained, frozen, packed, spec, plan), gathered=None, activations=None, logits=None)
 
 
@@ -294,7 +296,7 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
     each = 8 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
-    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, precision))
+    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
 
 
@@ -361,10 +363,11 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
     replicated = 1 < plan.shard_degree < plan.processes
     groups = (plan.processes > 1) + 2 * replicated + (plan.sequence_parallel > 1)
     reserve = CONTEXT_BYTES + groups * GROUP_BYTES
+    base = _bytes(frozen, packed, _base_bytes(spec, plan.precision), spec.quantised)
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
     return {
-        "parameters": 4 * share + ceil(_bytes(frozen, packed, _base_bytes(spec, plan.precision)) / plan.shard_degree),
+        "parameters": 4 * share + ceil(base / plan.shard_degree),
         "gradients": 4 * (trained if keeps_whole_gradients(plan) else share),
         "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,

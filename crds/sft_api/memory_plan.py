@@ -29,7 +29,7 @@ from .memory_megatron import changes, estimate_stage, estimate_stage_states
 from .model_shape import UNCOMPILED_EXPERTS, ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
-from .v1alpha1.lora import QUANTISED, LoraSpec
+from .v1alpha1.lora import LoraSpec
 from .v1alpha1.megatron import megatron_of
 from .v1alpha1.runtime import FsdpSpec, StrategySpec
 from .v1alpha1.status import MemoryStatus, PlanStatus
@@ -149,7 +149,7 @@ def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
         return 0
     count = parameter_count(spec.model.parameters)
     trained = count if spec.trains_all else 0
-    return offloaded_bytes(trained, count - trained, spec, count if spec.quantises else 0)
+    return offloaded_bytes(trained, count - trained, spec, count if spec.quantised else 0)
 
 
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
@@ -248,8 +248,15 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
 
 def _packing_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     """Why frozen weights of a model of ``shape`` cannot be held in 4 bits where ``spec`` asks for that; else empty."""
-    if not spec.quantises:
+    if spec.quantised is None:
         return ""
+    if spec.quantised == "mxfp4":
+        if shape.family.biased:
+            return ""
+        return (
+            f"lora.basePrecision is mxfp4, and {spec.model.uri} is not published in that, as gpt-oss is: take nf4, or "
+            "bf16"
+        )
     packed = {name: columns for block in packed_of(shape, spec) for name, (_, columns) in block.items()}
     for name, columns in packed.items():
         if columns % NF4_BLOCK:
@@ -403,7 +410,7 @@ def _changes(
         adapters = spec.model_copy(update={"lora": LoraSpec()})
         yield "lora", adapters, plan
     if adapters.lora and _takes(adapters, plan, shape) > WARNED_SHARE * gpu and (packed := _packed(adapters, shape)):
-        yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {QUANTISED}", packed, plan
+        yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {packed.quantised}", packed, plan
     for words, smaller in _smaller_micro_batches(spec):
         yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
@@ -419,9 +426,9 @@ def _changes(
 
 def _packed(spec: SFTJobSpec, shape: ModelShape | None) -> SFTJobSpec | None:
     """With the base of its adapters in 4 bits; None where that is so already, and where it cannot be, or who knows."""
-    if spec.quantises or shape is None:
+    if spec.quantised or shape is None:
         return None
-    packed = _with(spec, "lora", base_precision=QUANTISED)
+    packed = _with(spec, "lora", base_precision="mxfp4" if shape.family.biased else "nf4")
     return None if _packing_problem(packed, shape) else packed
 
 

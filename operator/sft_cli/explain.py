@@ -7,7 +7,7 @@ from sft_api.megatron import given_in_words, stages_in_words
 from sft_api.plan import DEFAULT_DECAY_RATIO, DEFAULT_WARMUP_RATIO, Plan
 from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJobSpec
-from sft_api.v1alpha1.lora import QUANTISED, LoraSpec
+from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec
 
@@ -228,7 +228,10 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
 def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
     """What the weights are held in that are not trained."""
     others = spec.frozen_precision(plan.precision)
-    return f"{QUANTISED} (linear layers but the head, experts; others in {others})" if spec.quantises else others
+    if spec.quantised is None:
+        return others
+    which = "linear layers but the head, experts" if spec.quantised == "nf4" else "experts"
+    return f"{spec.quantised} ({which}; others in {others})"
 
 
 def _adapters(lora: LoraSpec) -> list[Decision]:

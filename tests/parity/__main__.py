@@ -63,9 +63,10 @@ _IN_4_BITS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "4_bits_experts_1": (1, "gpt_oss", {"activationCheckpointing": "selective"}),
     "4_bits_experts_2": (2, "qwen3_moe", {"activationCheckpointing": "none"}),
     "4_bits_experts_compiled_2": (2, "mixtral", {"compile": True}),
+    "4_bits_as_published_1": (1, "gpt_oss", {"base": "mxfp4", "activationCheckpointing": "none"}),
 }
 """Runs with adapters beside a base in 4 bits, compared with peft beside one that was rounded: processes, the type of a
-mixture of experts, and what is chosen for them."""
+mixture of experts, and what is chosen for them; NF4 where no other base is."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
     "4_bits": {"lora": {"rank": 4, "basePrecision": "nf4"}},
@@ -127,7 +128,8 @@ def main() -> int:
         wider = wider_inputs(work / "inputs", work / "wider-inputs")
         for name, (processes, kind, chosen) in _IN_4_BITS.items():
             model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width=64) if kind else wider
-            figures = checks.against_peft(model, work / name, processes=processes, steps=3, base="nf4", **chosen)
+            chosen = {"base": "nf4", **chosen}
+            figures = checks.against_peft(model, work / name, processes=processes, steps=3, **chosen)
             note_all(name, figures)
         note("accumulation", checks.accumulation(work / "inputs", work / "accumulation"))
         note("processes", checks.processes(work / "inputs", work / "processes"))

@@ -55,7 +55,7 @@ def peft_model(config: TrainerConfig) -> Any:
     assert lora is not None
     assert lora.target_modules == ["all-linear"]
     plain = reference_model(config)
-    if lora.quantises:
+    if lora.quantised == "nf4":
         with torch.no_grad():
             for name, weight in plain.named_parameters():
                 if weight.ndim == 3 or name.removesuffix(".weight") in _linear_layers(plain):

@@ -172,6 +172,11 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
+    if config.spec.quantised == "mxfp4" and not model.in_mxfp4:
+        raise ConfigError(
+            f"lora.basePrecision is mxfp4, but {config.spec.model.uri} is not: it would be rounded; take nf4, or bf16, "
+            "or gpt-oss as it is published"
+        )
     trainable = trainable_of(config)
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if trainable.trains(name))

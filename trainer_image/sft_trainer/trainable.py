@@ -9,10 +9,12 @@ from torch import nn
 
 from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.lora import Quantised
 
 from .errors import ConfigError
 from .models.lora import is_adapter
-from .models.quantised import pack_layers, packed_weights
+from .models.packed_rows import Format
+from .models.quantised import FORMATS, pack_layers, packed_weights
 from .models.tensors import tied_names
 
 TRAINED_DTYPE = torch.float32
@@ -27,8 +29,8 @@ class Trainable:
     """Whether the parameter of that name changes; the others are the base: loaded, used, and left alone."""
     base_dtype: torch.dtype = torch.float32
     """That the base is held in."""
-    quantises: bool = False
-    """Whether linear layers and experts of the base are held in 4 bits instead (``models.nf4``)."""
+    quantised: Quantised | None = None
+    """In which linear layers and experts of the base, or experts alone, are held instead (``models.quantised``)."""
 
     def dtype(self, name: str) -> torch.dtype:
         """In which the parameter ``name`` is loaded, and held."""
@@ -42,10 +44,12 @@ class Trainable:
         """Whether checkpoints hold every parameter of ``model``, of Hugging Face."""
         return all(self.saves(name) for name, _ in model.named_parameters())
 
-    def packed(self, model: nn.Module) -> list[str]:
-        """Names of the weights of ``model``, of Hugging Face, that are held in 4 bits; ``ConfigError`` where they
+    def packed(self, model: nn.Module) -> dict[str, Format]:
+        """The weights of ``model``, of Hugging Face, that are held in fewer bits, by name; ``ConfigError`` where they
         cannot be."""
-        return packed_weights(model, self.trains) if self.quantises else []
+        if self.quantised is None:
+            return {}
+        return dict.fromkeys(packed_weights(model, self.quantised, self.trains), FORMATS[self.quantised])
 
     def mark(self, model: nn.Module) -> None:
         """Give every parameter of ``model``, of Hugging Face and on the meta device, its dtype, and have it trained."""
@@ -69,7 +73,7 @@ def trainable_of(config: TrainerConfig) -> Trainable:
     return Trainable(
         trains=lambda name: is_adapter(name) or within(name, modules),
         base_dtype=torch.bfloat16 if bf16 else torch.float32,
-        quantises=spec.quantises,
+        quantised=spec.quantised,
     )
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .data import DataSpec
-from .lora import LoraSpec
+from .lora import LoraSpec, Quantised
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
@@ -330,14 +330,14 @@ class SFTJobSpec(ApiModel):
         return self.lora is None and self.training.trainable_modules is None
 
     @property
-    def quantises(self) -> bool:
-        """Whether frozen weights of linear layers are held in 4 bits; the others are in ``frozen_precision``."""
-        return self.lora is not None and self.lora.quantises
+    def quantised(self) -> Quantised | None:
+        """In which 4 bits some frozen weights are held, if they are; the others are in ``frozen_precision``."""
+        return self.lora.quantised if self.lora else None
 
     def frozen_precision(self, computed: str) -> str:
         """In which the weights that are not trained are held, but for those that are quantised, of a run that is
         ``computed`` in this one."""
-        given = self.lora.base_precision if self.lora and not self.quantises else None
+        given = self.lora.base_precision if self.lora and not self.quantised else None
         return given or computed
 
     @property

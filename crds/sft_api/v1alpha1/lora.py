@@ -8,8 +8,8 @@ from sft_api.adapters import ALL_LINEAR
 
 from .base import ApiModel, Rule, matches
 
-QUANTISED = "nf4"
-"""The ``basePrecision`` that is no dtype: 4 bits for each weight, and what they are multiplied by."""
+Quantised = Literal["nf4", "mxfp4"]
+"""A ``basePrecision`` that is no dtype: 4 bits for each weight, and what they are multiplied by."""
 
 ModuleName = Annotated[
     str,
@@ -54,12 +54,13 @@ class LoraSpec(ApiModel):
         description="First values of the matrix A: kaiming, uniform within 1 / sqrt(inputs) of 0, or gaussian, with a "
         "deviation of 1 / rank. B is 0: training starts from the model as it is.",
     )
-    base_precision: Literal["bf16", "fp32", "nf4"] | None = Field(
+    base_precision: Literal["bf16", "fp32", "nf4", "mxfp4"] | None = Field(
         default=None,
         description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
         "takes half the memory and loses nothing of a model that is stored in bf16, as most are. nf4 (QLoRA): weights "
         "of linear layers but the head, and of experts, in 4 bits, rounded when they are loaded, with a scale for each "
-        "64 of them; the others, and all that is computed, in training.precision.",
+        "64 of them. mxfp4: experts of gpt-oss as they are published, in 4 bits, with nothing rounded. The others, and "
+        "all that is computed, in training.precision.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -81,9 +82,9 @@ class LoraSpec(ApiModel):
         return self.effective_alpha / self.rank
 
     @property
-    def quantises(self) -> bool:
-        """Whether frozen weights of linear layers and experts are held in 4 bits."""
-        return self.base_precision == QUANTISED
+    def quantised(self) -> Quantised | None:
+        """In which frozen weights of layers and experts, or experts alone, are held; None where it is a dtype."""
+        return self.base_precision if self.base_precision in ("nf4", "mxfp4") else None
 
     @property
     def effective_alpha(self) -> float:

@@ -169,9 +169,18 @@ def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
         (4, 2, 1, {"basePrecision": "nf4"}, "fp32", 2e-5),
         (1, None, 3, {"basePrecision": "nf4"}, "bf16", 2e-3),
         # Of four experts the third of three processes has none
-        (3, None, 1, {"basePrecision": "nf4", "excludeModules": [], "kind": "gpt_oss"}, "fp32", 2e-5),
+        (3, None, 1, {"basePrecision": "nf4", "excludeModules": [], "kind": "qwen3_moe"}, "fp32", 2e-5),
+        (1, None, 3, {"basePrecision": "mxfp4", "excludeModules": [], "kind": "gpt_oss"}, "bf16", 2e-3),
     ],
-    ids=["sharded", "hybrid", "alone", "hybrid in 4 bits", "alone in 4 bits", "experts in 4 bits"],
+    ids=[
+        "sharded",
+        "hybrid",
+        "alone",
+        "hybrid in 4 bits",
+        "alone in 4 bits",
+        "experts in 4 bits",
+        "experts as published",
+    ],
 )
 def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     tmp_path: Path,
@@ -186,7 +195,7 @@ def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     lora = {**lora}
     kind = lora.pop("kind", "")
     sections: dict[str, Any] = {"lora": lora, "training": {"precision": precision}}
-    if lora.get("basePrecision") == "nf4":
+    if "4" in lora.get("basePrecision", ""):
         sections["model"] = {"uri": f"file://{wide_model(tiny_inputs, tmp_path, kind)}"}
     resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(is_adapter(name) for name in resumed.weights)
@@ -253,11 +262,17 @@ def test_exports_are_what_peft_and_transformers_load(tmp_path: Path, tiny_inputs
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "off"),
-    [("", "float32", 1e-5), ("", "bfloat16", 0.1), ("qwen3_moe", "float32", 1e-5), ("mixtral", "bfloat16", 0.1)],
+    ("kind", "base", "dtype", "off"),
+    [
+        ("", "nf4", "float32", 1e-5),
+        ("", "nf4", "bfloat16", 0.1),
+        ("qwen3_moe", "nf4", "float32", 1e-5),
+        ("gpt_oss", "nf4", "bfloat16", 0.1),
+        ("gpt_oss", "mxfp4", "bfloat16", 0.1),
+    ],
 )
 def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(
-    tmp_path: Path, tiny_inputs: Any, kind: str, dtype: str, off: float
+    tmp_path: Path, tiny_inputs: Any, kind: str, base: str, dtype: str, off: float
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -265,7 +280,7 @@ def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(
     model = wide_model(tiny_inputs, tmp_path, kind)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
-    lora = {"basePrecision": "nf4", "excludeModules": ["0.self_attn.o_proj" if kind else "0.mlp.down_proj"]}
+    lora = {"basePrecision": base, "excludeModules": ["0.self_attn.o_proj" if kind else "0.mlp.down_proj"]}
     sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": lora}
     ended = run(tmp_path / "run", tiny_inputs, 2, **sections, export={"mergeAdapter": True})
     assert ended.error == ""
@@ -274,9 +289,10 @@ def test_what_is_merged_into_a_base_in_4_bits_is_what_was_trained(
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     whole = logits(expected, tiny_inputs)
     with torch.no_grad():
-        for name in packed_weights(expected, lambda name: False):
+        for name in packed_weights(expected, "nf4", lambda name: False):
             weight = expected.get_parameter(name)
-            weight.copy_(unpacked(pack(weight), torch.float32))
+            if base == "nf4":
+                weight.copy_(unpacked(pack(weight), torch.float32))
             if (b := ended.weights.get(name.replace("weight", "lora_B.weight"))) is not None:
                 a = ended.weights[name.replace("weight", "lora_A.weight")]
                 weight += 12 / 3 * (torch.from_numpy(b) @ torch.from_numpy(a))

@@ -23,7 +23,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_trainer import loss
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import PRODUCTS, Logits
-from sft_trainer.models import nf4
+from sft_trainer.models import packed_rows
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
@@ -71,7 +71,7 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
     # As many weights are unpacked at a time as on a GPU
-    monkeypatch.setattr(nf4, "_AT_ONCE", {})
+    monkeypatch.setattr(packed_rows, "_AT_ONCE", {})
     monkeypatch.setattr(strategy_module, "part_of", lambda bin_, *_: bin_)
     allocate = CausalLM.to_empty
 
@@ -104,6 +104,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
 ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
 NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
+MXFP4 = {"lora": {"rank": 16, "basePrecision": "mxfp4"}}
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
     # Of fewer tokens the end of the backward pass takes more
@@ -241,6 +242,7 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         1,
         {**NF4, "training": {"activationCheckpointing": "full"}},
     ),
+    "20B of experts as they are published": ("openai/gpt-oss-20b", 4, 4096, 2, 2, MXFP4),
     "8x7B, experts in 4 bits, some of it again": (
         "mistralai/Mixtral-8x7B-v0.1",
         4,

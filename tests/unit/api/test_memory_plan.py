@@ -129,6 +129,8 @@ def test_a_base_in_4_bits_is_a_remedy_where_adapters_beside_another_do_not_fit()
         == next(i for i, words in enumerate(places) if "GPUs in compute" in words) + 1
     )
     assert [words for words in told(None) if "lora" in words][1] == f"lora with basePrecision: nf4 ({taken})"
+    # As it is published, where it is in 4 bits
+    assert [words for words in told({}, "openai/gpt-oss-120b") if words.startswith("lora.basePrecision: mxfp4 (")]
     # Nor of adapters that fit as they are, nor of a base that is so already
     assert [words.partition(" (")[0] for words in told(None, "meta-llama/Llama-3.1-8B") if "lora" in words] == ["lora"]
     assert [words for words in told({}, "mistralai/Mixtral-8x7B-v0.1") if "nf4" in words]
@@ -309,7 +311,8 @@ def test_a_base_that_cannot_be_held_in_4_bits_is_refused(gpus: int) -> None:
     def refused(model: str, **parts: Any) -> str:
         shape = shape_of({**small, "model_type": "llama"}) if model == "own" else None
         uri = f"file:///{model}" if model == "own" else f"hf://{model}"
-        asked = spec(gpus=gpus, model={"uri": uri}, length=512, lora={"basePrecision": "nf4"}, **parts)
+        parts = {"lora": {"basePrecision": "nf4"}, **parts}
+        asked = spec(gpus=gpus, model={"uri": uri}, length=512, **parts)
         return judge(asked, make_plan(asked, shape=shape), shape=shape).refused
 
     small = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
@@ -319,6 +322,12 @@ def test_a_base_that_cannot_be_held_in_4_bits_is_refused(gpus: int) -> None:
     assert refused("own") == (
         "lora.basePrecision is nf4, but rows of mlp.down_proj of file:///own have 224 weights: they must be a multiple "
         "of 64, which share a scale; take bf16, or another model"
+    )
+    mxfp4 = {"lora": {"basePrecision": "mxfp4"}}
+    assert refused("openai/gpt-oss-20b", **mxfp4) == ""
+    assert refused("Qwen/Qwen3-30B-A3B", **mxfp4) == (
+        "lora.basePrecision is mxfp4, and hf://Qwen/Qwen3-30B-A3B is not published in that, as gpt-oss is: take nf4, "
+        "or bf16"
     )
     # What is trained is held as it is
     assert refused("own", training={"trainableModules": ["down_proj"]}) == ""

@@ -103,7 +103,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
 _STORE = "s3://bucket/prefix, pvc://claim/path or file:///absolute/path"
 _MODEL = f"must be hf://org/name[@revision], {_STORE}"
 _ABSOLUTE = "only an absolute path says the same everywhere: file:///absolute/path"
-_BASE_PRECISION = "must be one of bf16, fp32, nf4"
+_BASE_PRECISION = "must be one of bf16, fp32, nf4, mxfp4"
 _QUANTITY = "must be a quantity such as 2, 500m or 64Gi"
 
 SENTENCES = {

@@ -133,6 +133,8 @@ def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_
     assert shown["exported"].value == "the adapters, for peft"
     packed = decisions(model=model, lora={"rank": 2, "basePrecision": "nf4"})["frozen weights in"]
     assert (packed.value, packed.origin) == ("nf4 (linear layers but the head, experts; others in fp32)", Origin.GIVEN)
+    published = decisions(model=model, lora={"rank": 2, "basePrecision": "mxfp4"})["frozen weights in"]
+    assert published.value == "mxfp4 (experts; others in fp32)"
     only = decisions(model=model, lora={"rank": 2, "targetModules": ["up_proj"]}, export={"mergeAdapter": True})
     assert only["trained parameters"].value.startswith("64 of ")
     assert only["exported"].value == "the model with its adapters merged"

@@ -11,7 +11,7 @@ import torch
 from sft_api.layers import adapted_of
 from sft_api.memory import NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import shape_of
-from sft_trainer.models import nf4, quantised, tracking
+from sft_trainer.models import packed_rows, quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
@@ -71,9 +71,10 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
     how = asked.training.activation_checkpointing
 
     def prepared(copied: CausalLM) -> None:
-        if asked.quantises:
-            packed = quantised.packed_weights(copied.huggingface, is_adapter)
-            quantised.pack_layers(copied.huggingface, packed, computed)
+        if asked.quantised:
+            packed = quantised.packed_weights(copied.huggingface, asked.quantised, is_adapter)
+            formats = dict.fromkeys(packed, quantised.FORMATS[asked.quantised])
+            quantised.pack_layers(copied.huggingface, formats, computed)
         checkpoint_activations(copied, how)
 
     seen = one_kind(
@@ -153,7 +154,7 @@ def test_beside_a_base_in_4_bits_the_same_is_kept_and_at_most_a_matrix_is_there_
 ) -> None:
     # Given few weights that are unpacked at a time
     at_once = 2**17
-    monkeypatch.setattr(nf4, "_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(packed_rows, "_AT_ONCE", {"cpu": at_once})
     spec = {"lora": {"rank": 32, "targetModules": names}, "training": {"activationCheckpointing": how}}
     _, half = both(kind, **spec)
     _, packed = both(kind, **{**spec, "lora": {**spec["lora"], "basePrecision": "nf4"}})

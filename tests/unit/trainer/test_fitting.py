@@ -166,10 +166,14 @@ def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[
 
 
 @pytest.mark.parametrize("modules", [[], ["layers.1.mlp.experts"], ["q_proj", "lm_head"]])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "mixtral", "olmoe"])
-def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(tmp_path: Path, kind: str, modules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "base"), [*((kind, "nf4") for kind in ("qwen3_moe", "gpt_oss", "mixtral", "olmoe")), ("gpt_oss", "mxfp4")]
+)
+def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(
+    tmp_path: Path, kind: str, base: str, modules: list[str]
+) -> None:
     save_model(kind, tmp_path, moe_intermediate_size=64, num_experts=8, num_local_experts=8, **IN_BLOCKS)
-    sections: dict[str, Any] = {"lora": {"rank": 4, "basePrecision": "nf4"}}
+    sections: dict[str, Any] = {"lora": {"rank": 4, "basePrecision": base}}
     if modules:
         sections["training"] = {"trainableModules": modules}
     config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))

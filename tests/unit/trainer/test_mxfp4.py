@@ -9,13 +9,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_trainer.boxes import Box, Rectangle
-from sft_trainer.errors import ModelError
+from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.models import mxfp4, packed_rows
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.mxfp4 import dequantised
+from sft_trainer.models.quantised import PackedBox
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights, weights_layout
+from sft_trainer.preparation import _part_that_is_trained
 from tests.mxfp4 import pack, packed
-from tests.unit.trainer.test_models import save_model
+from tests.parity.runs import manifest, resolve
+from tests.tensors import gathered
+from tests.unit.trainer.test_lora import BINS, TRAINED, filled, strategy
+from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -91,6 +97,70 @@ def test_a_process_reads_its_part_wherever_blocks_begin(folder: Path, ranges: tu
     load_weights([mine], model.names, folder)
 
     assert torch.equal(mine.read(), whole.read()[place.within(Rectangle.whole(whole.shape))])
+
+
+def test_all_that_it_holds_is_packed_and_unpacked_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given blocks of random values with every scale, of zeros, and of one pair of values each; some rows at a time
+    monkeypatch.setitem(packed_rows._AT_ONCE, "cpu", 1000)
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (253, 4, 16), generator=generator, dtype=torch.uint8)
+    blocks[7], blocks[8], blocks[9, 0] = 0, 0x88, 1
+    blocks[:, 3] = torch.arange(253, dtype=torch.uint8)[:, None]
+    scales = torch.arange(253, dtype=torch.uint8)[:, None].repeat(1, 4)
+    values = dequantised(blocks, scales)
+    assert values.isfinite().all()
+
+    packed = mxfp4.pack(values.view(11, 23, 128))
+
+    # Then they are the same, in 17 bytes for 32 of them
+    assert packed.shape == (11, 23, 4 * 17)
+    assert mxfp4.row_bytes(96) == 52
+    assert mxfp4.columns_of(packed.view(torch.float32)) == 128
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(mxfp4.unpacked(packed.view(dtype), dtype).view(253, 128), values.to(dtype))
+    # Others are rounded, each to what is nearest by the scale of its block
+    odd = torch.tensor([7.9, 0.9, -5.1, 2.4]).repeat(8)
+    assert mxfp4.unpacked(mxfp4.pack(odd[None]), torch.float32)[0, :4].tolist() == [8, 1, -6, 2]
+
+
+def test_experts_that_are_held_so_compute_as_those_in_the_precision_of_the_run(folder: Path) -> None:
+    # Given adapters beside them, and beside the same numbers as plain ones
+    held, plain = (
+        filled(strategy(folder, {"rank": 4, "basePrecision": base}, activationCheckpointing="selective"))
+        for base in ("mxfp4", "fp32")
+    )
+
+    boxes = {box.name: box for box in held.boxes("base")}
+    experts = {name: box for name, box in boxes.items() if isinstance(box, PackedBox)}
+    assert {name.rpartition(".")[2] for name in experts} == {"gate_up_proj", "down_proj"}
+    for box in plain.boxes("base"):
+        assert (boxes[box.name].shape, boxes[box.name].place) == (box.shape, box.place)
+        assert torch.equal(boxes[box.name].read(), box.read())
+    held_bytes = sum(box.local.nbytes for box in experts.values())
+    # Rows of the narrower weight are filled up by a byte
+    assert held_bytes == 2 * 4 * (192 * 36 + 64 * 52)
+
+    for _ in range(2):
+        losses = [of.forward_backward(BINS, TRAINED) for of in (held, plain)]
+        torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+        norms = [of.grad_norm() for of in (held, plain)]
+        torch.testing.assert_close(*map(gathered, norms), rtol=1e-5, atol=0)
+        for of, norm in zip((held, plain), norms, strict=True):
+            of.apply(1e-2, 1.0, norm, torch.tensor(True))
+
+
+def test_what_is_not_in_it_is_refused_and_never_rounded(tmp_path: Path) -> None:
+    lora = {"rank": 4, "basePrecision": "mxfp4"}
+    save_model("qwen3_moe", tmp_path / "other")
+    with pytest.raises(ConfigError, match="a model of type 'qwen3_moe' is not published in that: take nf4"):
+        strategy(tmp_path / "other", lora)
+    save_model("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"gate_up_proj of the model is not: it would be rounded"):
+        filled(strategy(tmp_path / "model", lora))
+    # And by its config before that
+    config = resolve(manifest(tmp_path / "model", tmp_path / "store", lora=lora))
+    with pytest.raises(ConfigError, match=r"mxfp4, but file://.* is not: it would be rounded; take nf4, or bf16"):
+        _part_that_is_trained(build_on_meta(tmp_path / "model"), config)
 
 
 def test_rounding_in_these_tests_is_to_the_nearest() -> None:

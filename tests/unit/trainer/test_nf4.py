@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_trainer.errors import ConfigError
-from sft_trainer.models import nf4
+from sft_trainer.models import nf4, packed_rows
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.nf4 import grouped_linear, linear, pack, unpacked
+from sft_trainer.models.grouped_experts import grouped_linear
+from sft_trainer.models.nf4 import NF4, linear, pack, unpacked
 from sft_trainer.models.quantised import Nf4Linear, PackedBox, packed_weights
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.strategies.fsdp import FsdpStrategy
@@ -74,7 +75,7 @@ KINDS = ["normal", "in bf16", "with odd blocks", "on the borders"]
 def test_the_bits_are_those_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch, kind: str, at_once: int) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    monkeypatch.setitem(nf4._AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(packed_rows._AT_ONCE, "cpu", at_once)
     drawn = weights(kind)
     theirs, state = quantize_4bit(drawn.float(), blocksize=64, quant_type="nf4", compress_statistics=False)
 
@@ -127,10 +128,10 @@ def test_a_product_of_experts_keeps_the_packed_weights_too(transposed: bool) -> 
     whole, ends = unpacked(packed, torch.float32), torch.tensor([2, 2, 5, 9], dtype=torch.int32)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        output = grouped_linear(inputs, packed, 192, ends, transposed=transposed)
+        output = grouped_linear(inputs, packed, ends, turned=transposed, packed=NF4)
     (gradient,) = torch.autograd.grad(output.square().sum(), inputs)
 
-    expected = grouped_linear(inputs, whole, 192, ends, transposed=transposed)
+    expected = grouped_linear(inputs, whole, ends, turned=transposed)
     assert torch.equal(output, expected)
     assert torch.equal(gradient, torch.autograd.grad(expected.square().sum(), inputs)[0])
     assert sum(each.nbytes for each in kept) <= packed.nbytes + ends.nbytes
@@ -140,7 +141,7 @@ def packed_in_files(model: Path) -> set[str]:
     """Names in the files of the model of the tensors that are held in 4 bits."""
     built = build_on_meta(model)
     shapes = {name: tuple(weight.shape) for name, weight in built.huggingface.named_parameters()}
-    packed = packed_weights(built.huggingface, lambda name: False)
+    packed = packed_weights(built.huggingface, "nf4", lambda name: False)
     parts = [part for name in packed for part in built.names.parts(name, shapes[name])]
     return {tensor.name for part in parts for tensor in built.names.hub(part.name, part.shape)}
 
@@ -277,7 +278,7 @@ def test_compiled_layers_keep_no_whole_weight_for_the_backward_pass(dtype: torch
     def product(inputs: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         if not experts:
             return linear(inputs, packed, None)
-        return grouped_linear(inputs, packed, inputs.shape[1], ends, transposed=False)
+        return grouped_linear(inputs, packed, ends, turned=False, packed=NF4)
 
     def layers(inputs: torch.Tensor) -> torch.Tensor:
         for first, second in zip(matrices[::2], matrices[1::2], strict=True):

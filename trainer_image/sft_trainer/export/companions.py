@@ -90,7 +90,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, *, experts: bool = Fal
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
-        if lora.quantises:
+        if lora.quantised == "nf4":
             facts["trained beside"] = "weights in 4 bits: " + (
                 _in_4_bits(config, experts) if peft else "these are as they were rounded, and need no quantisation"
             )

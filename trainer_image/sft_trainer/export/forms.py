@@ -90,10 +90,11 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
 
 def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
     """Canonical names of the tensors of ``model`` that were held in 4 bits beside ``adapters``."""
-    if not adapters.lora.quantises:
+    # MXFP4 is what the files have.
+    if adapters.lora.quantised != "nf4":
         return frozenset()
     weights = dict(model.huggingface.named_parameters())
-    packed = packed_weights(model.huggingface, adapters.trains)
+    packed = packed_weights(model.huggingface, adapters.lora.quantised, adapters.trains)
     return frozenset(part.name for name in packed for part in model.names.parts(name, tuple(weights[name].shape)))
 
 

@@ -34,7 +34,12 @@ class CausalLM(nn.Module):
     """
 
     def __init__(
-        self, huggingface: nn.Module, stored_dtype: torch.dtype = torch.float32, logits: Logits = PRODUCTS
+        self,
+        huggingface: nn.Module,
+        stored_dtype: torch.dtype = torch.float32,
+        logits: Logits = PRODUCTS,
+        *,
+        in_mxfp4: bool = False,
     ) -> None:
         super().__init__()
         self.logits = logits
@@ -47,6 +52,8 @@ class CausalLM(nn.Module):
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
         """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
+        self.in_mxfp4 = in_mxfp4
+        """Whether its files have experts in that, and not in ``stored_dtype``."""
 
     def forward(
         self,
@@ -182,7 +189,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     check_experts(model)
     if overrides is not None:
         check_dropouts(model, overrides.given)
-    return CausalLM(model, stored_dtype, logits_of(model))
+    return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed)
 
 
 def _are_packed(config: Any) -> bool:

@@ -2,19 +2,22 @@
 
 Those of gpt-oss have biases, and gate and up in turn, both clamped. transformers' ``grouped_mm`` adds biases in place
 to what the product gave: selective checkpointing keeps that, and would have it with biases already added when it is
-computed with again. And those of any mixture may be packed (``nf4``).
+computed with again. And those of any mixture may be packed (``packed_rows``).
 """
 
 from typing import Any
 
 import torch
+from torch.nn.functional import grouped_mm
 
 from sft_trainer.versions import gated
 
-from .nf4 import grouped_linear
+from .packed_rows import Format
 
 IMPLEMENTATION = "sft_grouped_experts"
 """Name under which the function is registered with transformers."""
+PACKED = "packed"
+"""What of a module of experts says the format of each of its weights that are packed, by name."""
 
 
 def _gated(inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -39,6 +42,46 @@ class _Gated(torch.autograd.Function):
         return gradient, None, None
 
 
+def grouped_linear(
+    inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, *, turned: bool, packed: Format | None = None
+) -> torch.Tensor:
+    """Of ``inputs`` (tokens, inputs), sorted by expert and ended by ``ends``, the product with the weight of their own.
+
+    ``weight`` is (experts, outputs, inputs), or ``turned`` (experts, inputs, outputs). One that is ``packed`` in a
+    format has no gradient.
+    """
+    if packed is None:
+        return _grouped(inputs, weight, ends, turned)
+    output: torch.Tensor = _PackedProduct.apply(inputs, weight, ends, turned != packed.turned, packed)
+    return output
+
+
+class _PackedProduct(torch.autograd.Function):
+    """Keeps the packed weights for the backward pass, where autograd would keep the whole ones of every layer."""
+
+    @staticmethod
+    def forward(
+        inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, turned: bool, packed: Format
+    ) -> torch.Tensor:
+        return _grouped(inputs, packed.unpacked(weight, inputs.dtype), ends, turned)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, weight, ends, ctx.turned, ctx.packed = inputs
+        ctx.save_for_backward(weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        (weight, ends), (gradient,) = ctx.saved_tensors, gradients
+        whole = ctx.packed.unpacked(weight, gradient.dtype, again=True)
+        return _grouped(gradient, whole, ends, not ctx.turned), None, None, None, None
+
+
+def _grouped(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, turned: bool) -> torch.Tensor:
+    product: torch.Tensor = grouped_mm(inputs, weight if turned else weight.mT, offs=ends)
+    return product
+
+
 def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Of ``hidden`` (tokens, width) what its ``chosen`` experts make of each token, times ``weights``, summed.
 
@@ -51,16 +94,18 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
     # Where the rows of every expert end; no number leaves the device.
     numbers = torch.arange(module.num_experts, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    transposed = module.is_transposed
-    width, up, down = hidden.shape[-1], module.gate_up_proj, module.down_proj
-    double, inner = (2 * down.shape[1], width) if transposed else (width, up.shape[1] // 2)
-    product = grouped_linear(hidden[order // each], up, double, ends, transposed=transposed)
+    turned, packed = module.is_transposed, getattr(module, PACKED, {})
+
+    def product_with(inputs: torch.Tensor, name: str) -> torch.Tensor:
+        return grouped_linear(inputs, getattr(module, name), ends, turned=turned, packed=packed.get(name))
+
+    product = product_with(hidden[order // each], "gate_up_proj")
     if module.has_bias:
         product = product + module.gate_up_proj_bias[experts]
         product = _Gated.apply(product, module.alpha, module.limit)
     else:
         product = gated(module, product)
-    outputs = grouped_linear(product, down, inner, ends, transposed=transposed)
+    outputs = product_with(product, "down_proj")
     if module.has_bias:
         outputs = outputs + module.down_proj_bias[experts]
     weighted = outputs * weights.flatten()[order, None]

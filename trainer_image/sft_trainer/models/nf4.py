@@ -10,14 +10,15 @@ held in a tensor of the dtype that is computed in: FSDP then takes them for what
 shards nothing but numbers with a fraction.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, grouped_mm
+from torch.nn.functional import embedding
 from torch.nn.functional import linear as linear_function
 
-from sft_api.memory import NF4_AT_ONCE, NF4_BLOCK
+from sft_api.memory import NF4_BLOCK
+
+from .packed_rows import Format, some_rows
 
 VALUES = (
     -1.0,
@@ -42,9 +43,6 @@ _PAIRS = torch.tensor([[VALUES[byte >> 4], VALUES[byte & 15]] for byte in range(
 """The two values in a byte, that of its upper half first."""
 _ROW_BYTES = NF4_BLOCK // 2 + 4
 """Of each block in a packed row."""
-_AT_ONCE = {"cpu": 2**20}
-"""Weights that are packed or unpacked at a time, where that is another number than ``NF4_AT_ONCE``: what is looked up
-fits into a cache."""
 
 _pairs = {torch.device("cpu"): _PAIRS}
 
@@ -74,49 +72,11 @@ class _Product(torch.autograd.Function):
         return gradient @ unpacked(packed, gradient.dtype, again=True), None, None
 
 
-def grouped_linear(
-    inputs: torch.Tensor, weight: torch.Tensor, columns: int, ends: torch.Tensor, *, transposed: bool
-) -> torch.Tensor:
-    """Of ``inputs`` (tokens, inputs), sorted by expert and ended by ``ends``, the product with the weight of their own.
-
-    ``weight`` is (experts, outputs, inputs), or ``transposed`` (experts, inputs, outputs); with ``columns`` in the last
-    dimension, or packed, and then it has no gradient.
-    """
-    if weight.shape[-1] == columns:
-        return _grouped(inputs, weight, ends, transposed)
-    output: torch.Tensor = _GroupedProduct.apply(inputs, weight, ends, transposed)
-    return output
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """The same as ``_Product`` for all experts at once."""
-
-    @staticmethod
-    def forward(inputs: torch.Tensor, packed: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
-        return _grouped(inputs, unpacked(packed, inputs.dtype), ends, transposed)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[1], inputs[2])
-        ctx.transposed = inputs[3]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (packed, ends), (gradient,) = ctx.saved_tensors, gradients
-        whole = unpacked(packed, gradient.dtype, again=True)
-        return _grouped(gradient, whole, ends, not ctx.transposed), None, None, None
-
-
-def _grouped(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
-    product: torch.Tensor = grouped_mm(inputs, weight if transposed else weight.mT, offs=ends)
-    return product
-
-
 def pack(values: torch.Tensor) -> torch.Tensor:
     """``values`` (..., columns) of any dtype, rounded to packed rows, uint8; columns are a multiple of the block."""
     rows = values.reshape(-1, values.shape[-1])
     packed = values.new_empty((rows.shape[0], row_bytes(rows.shape[1])), dtype=torch.uint8)
-    for some, into in _some_rows(rows, packed, rows.shape[1]):
+    for some, into in some_rows(rows, packed, rows.shape[1]):
         into.copy_(_pack(some))
     return packed.view(*values.shape[:-1], -1)
 
@@ -132,7 +92,7 @@ def unpacked(packed: torch.Tensor, dtype: torch.dtype, *, again: bool = False) -
         values = _unpack(rows, torch.int64 if again else torch.int32).to(dtype)
     else:
         values = packed.new_empty((rows.shape[0], columns), dtype=dtype)
-        for some, into in _some_rows(rows, values, columns):
+        for some, into in some_rows(rows, values, columns):
             into.copy_(_unpack(some))
     return values.view(*packed.shape[:-1], columns)
 
@@ -162,13 +122,6 @@ def _unpack(packed: torch.Tensor, index: torch.dtype = torch.int32) -> torch.Ten
     return values.view(rows, -1, NF4_BLOCK).mul_(scales[..., None]).view(rows, columns)
 
 
-def _some_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both, as many rows of ``columns`` weights at a time as shall be held in fp32."""
-    at_once = _AT_ONCE.get(source.device.type, NF4_AT_ONCE)
-    rows = max(1, at_once // max(1, columns))
-    return zip(source.split(rows), target.split(rows), strict=True)
-
-
 def row_bytes(columns: int) -> int:
     """Of a packed row of ``columns`` weights."""
     return columns // NF4_BLOCK * _ROW_BYTES
@@ -177,3 +130,7 @@ def row_bytes(columns: int) -> int:
 def columns_of(packed: torch.Tensor) -> int:
     """Weights in each of ``packed`` rows."""
     return packed.shape[-1] * packed.itemsize // _ROW_BYTES * NF4_BLOCK
+
+
+NF4 = Format(row_bytes, columns_of, pack, unpacked, prepare)
+"""As ``lora.basePrecision`` calls it."""

@@ -1,6 +1,6 @@
-"""Which weights of a base are held in 4 bits (``nf4``), the layers that compute with them, and their boxes."""
+"""Which weights of a base are held in fewer bits, the layers that compute with them, and their boxes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,17 @@ import torch
 from torch import nn
 
 from sft_api.memory import NF4_BLOCK
-from sft_trainer.boxes import Box, Rectangle
+from sft_api.v1alpha1.lora import Quantised
+from sft_trainer.boxes import WEIGHT, Box, Rectangle, boxes_in
 from sft_trainer.errors import ConfigError
+from sft_trainer.names.canonical import Names
 
 from . import grouped_experts
-from .nf4 import columns_of, linear, pack, row_bytes, unpacked
+from .mxfp4 import MXFP4
+from .nf4 import NF4, linear
+from .packed_rows import Format
+
+FORMATS: Mapping[Quantised, Format] = {"nf4": NF4, "mxfp4": MXFP4}
 
 
 class Nf4Linear(nn.Linear):
@@ -23,58 +29,102 @@ class Nf4Linear(nn.Linear):
         return linear(inputs, self.weight, self.bias)
 
 
-def packed_weights(huggingface: Any, trains: Callable[[str], bool]) -> list[str]:
-    """Names of the weights of ``huggingface`` that are packed: of its linear layers but for the head, and of experts,
-    but for those of which ``trains`` says so. Raises ``ConfigError`` for one whose rows are no whole blocks."""
+def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str], bool]) -> list[str]:
+    """Names of the weights of ``huggingface`` that are packed: of experts, and in NF4 of linear layers but the head.
+
+    Not those of which ``trains`` says so. Raises ``ConfigError`` where the format does not fit them.
+    """
+    weights = {name: weight for name, weight in huggingface.named_parameters() if not trains(name)}
+    experts = [name for name, weight in weights.items() if weight.ndim == 3]
+    if quantised == "mxfp4":
+        if not Names.of(huggingface.config).packs:
+            raise ConfigError(
+                f"lora.basePrecision is mxfp4, and a model of type {huggingface.config.model_type!r} is not published "
+                "in that: take nf4, or bf16"
+            )
+        return experts
     head = huggingface.get_output_embeddings()
     layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    linear_weights = {f"{name}.weight" for name in layers}
-    names = []
-    for name, weight in huggingface.named_parameters():
-        is_packed = weight.ndim == 3 or name in linear_weights
-        if not is_packed or trains(name):
-            continue
-        if weight.shape[-1] % NF4_BLOCK:
+    packed = {*experts, *(f"{name}.weight" for name in layers)}
+    names = [name for name in weights if name in packed]
+    for name in names:
+        if weights[name].shape[-1] % NF4_BLOCK:
             raise ConfigError(
-                f"lora.basePrecision is nf4, but rows of {name} have {weight.shape[-1]} weights: they must be a "
+                f"lora.basePrecision is nf4, but rows of {name} have {weights[name].shape[-1]} weights: they must be a "
                 f"multiple of {NF4_BLOCK}, which share a scale; take bf16, or another model"
             )
-        names.append(name)
     return names
 
 
-def pack_layers(huggingface: Any, weights: Iterable[str], dtype: torch.dtype) -> None:
+def pack_layers(huggingface: Any, weights: Mapping[str, Format], dtype: torch.dtype) -> None:
     """Have the layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows, whose bytes
     lie in tensors of ``dtype``."""
-    for weight in weights:
+    for weight, packed in weights.items():
         name, _, leaf = weight.rpartition(".")
         layer = huggingface.get_submodule(name)
         *rows, columns = getattr(layer, leaf).shape
         if type(layer) is nn.Linear:
-            packed = Nf4Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-            packed.bias = layer.bias
-            huggingface.set_submodule(name, packed)
-            layer = packed
+            replaced = Nf4Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+            replaced.bias = layer.bias
+            huggingface.set_submodule(name, replaced)
+            layer = replaced
         elif not isinstance(layer, nn.Linear):
             grouped_experts.use(huggingface)
-        held = torch.empty((*rows, row_bytes(columns) // dtype.itemsize), dtype=dtype, device="meta")
+            setattr(layer, grouped_experts.PACKED, {**getattr(layer, grouped_experts.PACKED, {}), leaf: packed})
+        if packed.turned:
+            *rows, columns = rows[0], columns, rows[1]
+        held = torch.empty((*rows, packed.row_bytes(columns) // dtype.itemsize), dtype=dtype, device="meta")
         setattr(layer, leaf, nn.Parameter(held, requires_grad=False))
 
 
 @dataclass(frozen=True)
 class PackedBox(Box):
-    """A box of a weight whose rows are packed where they are held, in ``local``."""
+    """A box of a weight whose rows are packed where they are held, in ``local``: whole ones."""
+
+    format: Format = NF4
 
     def __post_init__(self) -> None:
-        held = *self.local.shape[:-1], columns_of(self.local)
+        held = *self.local.shape[:-1], self.format.columns_of(self.local)
+        if self.format.turned:
+            held = held[0], held[2], held[1]
         if held != self.place.sizes or held[-1] != self.shape[-1]:
             raise ValueError(f"{self.name}: a box of {self.place.sizes}, but packed rows of {held}")
 
     def read(self) -> torch.Tensor:
-        return unpacked(self.local.detach(), torch.float32)
+        values = self.format.unpacked(self.local.detach(), torch.float32)
+        return values.mT if self.format.turned else values
 
     def write(self, values: torch.Tensor, part: Rectangle | None = None) -> None:
-        """Round ``values`` in, where the rows are held; whole rows only."""
+        """Round ``values`` in, where the rows are held. Raises ``ConfigError`` where nothing may be rounded, and is."""
         rows = part.within(self.place)[:-1] if part else ()
+        if self.format.turned:
+            rows, values = rows[:1], values.mT
         target = self.local.detach()[rows].view(torch.uint8)
-        target.copy_(pack(values.detach().to(target.device)))
+        given = values.detach().to(target.device)
+        packed = self.format.pack(given)
+        if self.format.exact and not torch.equal(self.format.unpacked(packed, given.dtype), given):
+            raise ConfigError(
+                f"lora.basePrecision is mxfp4, but {self.name} of the model is not: it would be rounded; take nf4, or "
+                "bf16, or gpt-oss as it is published"
+            )
+        target.copy_(packed)
+
+
+def packed_boxes(
+    names: Names, name: str, shape: tuple[int, ...], first: int, local: torch.Tensor, packed: Format
+) -> Iterator[Box]:
+    """Boxes of what this process holds of the packed parameter ``name``, frozen, and saved by nobody.
+
+    ``shape`` is that of the parameter with its rows packed, of which it has ``local``, from place ``first`` on.
+    """
+    columns = packed.columns_of(local)
+    if packed.turned:
+        (part,) = names.parts(name, (shape[0], columns, shape[1]))
+        place = Rectangle((first, 0, 0), (len(local), columns, shape[1]))
+        if len(local):
+            yield PackedBox(part.name, WEIGHT, part.shape, place, local, False, packed)
+        return
+    zeros = (0,) * (len(shape) - 1)
+    held = Rectangle((first, *zeros), (len(local), *shape[1:-1], columns))
+    # Slices of rows end where packed ones do, which are shorter than said.
+    yield from boxes_in(names.parts(name, (*shape[:-1], columns)), WEIGHT, held, local, lambda _: False, PackedBox)

@@ -5,7 +5,8 @@ for every use.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -13,24 +14,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.nf4 import columns_of
-from sft_trainer.models.quantised import PackedBox
+from sft_trainer.models.packed_rows import Format
+from sft_trainer.models.quantised import packed_boxes
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names, Part
 from sft_trainer.optim import moments
 from sft_trainer.topology import Topology
 
 
-def model_boxes(model: CausalLM, names: Names, topology: Topology, packed: Collection[str] = ()) -> list[Box]:
+def model_boxes(
+    model: CausalLM, names: Names, topology: Topology, packed: Mapping[str, Format] = MappingProxyType({})
+) -> list[Box]:
     """What this process holds of the parameters and stored buffers of ``model``; a tied weight is there once.
 
-    Those with names in ``packed`` are in 4 bits.
+    Those with names in ``packed`` are in that format.
     """
     writers = Writers(topology)
     boxes: list[Box] = []
     for name, tensor in _sharded_tensors(model):
         if name in packed:
-            boxes += _packed_boxes(names, name, tensor, topology)
+            boxes += _packed_boxes(names, name, tensor, topology, packed[name])
         else:
             boxes += _boxes(names.parts(name, tuple(tensor.shape)), WEIGHT, tensor, topology, writers)
     return boxes
@@ -78,15 +81,13 @@ def _boxes(parts: list[Part], kind: str, tensor: torch.Tensor, topology: Topolog
     return boxes_in(parts, kind, held, local.to_local(), lambda elements: writers.is_writer(split, elements))
 
 
-def _packed_boxes(names: Names, name: str, tensor: torch.Tensor, topology: Topology) -> Iterator[Box]:
-    """What this process holds of a packed weight, which is frozen, and saved by nobody."""
-    shape = (*tensor.shape[:-1], columns_of(tensor))
-    held, local = Rectangle.whole(shape), tensor.detach()
+def _packed_boxes(names: Names, name: str, tensor: torch.Tensor, topology: Topology, packed: Format) -> Iterator[Box]:
+    """What this process holds of a packed weight."""
+    shape, first, local = tuple(tensor.shape), 0, tensor.detach()
     if isinstance(local, DTensor):
-        packed, _ = _held(local, topology)
-        held, local = Rectangle(packed.offsets, (*packed.sizes[:-1], shape[-1])), local.to_local()
-    # Rows are whole in every part, and are what is taken: that they are shorter than said, packed, is no matter.
-    yield from boxes_in(names.parts(name, shape), WEIGHT, held, local, lambda elements: False, PackedBox)
+        held, _ = _held(local, topology)
+        first, local = held.offsets[0], local.to_local()
+    yield from packed_boxes(names, name, shape, first, local, packed)
 
 
 def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str]]:

@@ -66,7 +66,7 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         return sum(number for name, number in counted.items() if not name.startswith(prefix))
 
     head = huggingface.get_output_embeddings().weight
-    block, packed_block = largest_block(zip(blocks(numbers), blocks(packed), strict=True))
+    block, packed_block = largest_block(zip(blocks(numbers), blocks(packed), strict=True), trainable.quantised)
     return Sizes(
         hidden_size=head.shape[1],
         vocabulary=head.shape[0],

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor
 from sft_api.memory import BYTES, computes_with_copies, gathers_base, holds_copies, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
-from sft_trainer.models import nf4
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import compile_layers, compiled_slopes
 from sft_trainer.models.exchange import shared_tokens
+from sft_trainer.models.quantised import FORMATS
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import TRAINED_DTYPE, Trainable
@@ -43,8 +43,8 @@ def build_model(
     if topology.sequence > 1:
         model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
     trainable.mark(model.huggingface)
-    if trainable.quantises:
-        nf4.prepare(device)
+    if trainable.quantised:
+        FORMATS[trainable.quantised].prepare(device)
     checkpoint_activations(model, config.spec.training.activation_checkpointing)
     if config.plan.compile:
         # With what is recomputed, and within what FSDP does before and after.

@@ -73,7 +73,7 @@ class FsdpStrategy:
             if not trainable.saves(name)
             for part in self._names.parts(name, tuple(tensor.shape))
         }
-        self._packed = frozenset(trainable.packed(huggingface))
+        self._packed = trainable.packed(huggingface)
         spec = config.spec
         bin_tokens = micro_batch_tokens(spec, config.plan)
         self._bin_tokens = bin_tokens * topology.sequence
