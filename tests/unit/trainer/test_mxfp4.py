@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ConfigError, ModelError
-from sft_trainer.models import mxfp4, packed_rows
+from sft_trainer.models import mxfp4, packed_rows, quantised
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.mxfp4 import dequantised
 from sft_trainer.models.quantised import PackedBox
@@ -123,8 +123,12 @@ def test_all_that_it_holds_is_packed_and_unpacked_exactly(monkeypatch: pytest.Mo
     assert mxfp4.unpacked(mxfp4.pack(odd[None]), torch.float32)[0, :4].tolist() == [8, 1, -6, 2]
 
 
-def test_experts_that_are_held_so_compute_as_those_in_the_precision_of_the_run(folder: Path) -> None:
-    # Given adapters beside them, and beside the same numbers as plain ones
+@pytest.mark.parametrize("at_once", [2**24, 20_000])
+def test_experts_that_are_held_so_compute_as_those_in_the_precision_of_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    # Given adapters beside them, all experts packed at once or one by one, and beside the same numbers as plain ones
+    monkeypatch.setattr(quantised, "PACKED_AT_ONCE", at_once)
     held, plain = (
         filled(strategy(folder, {"rank": 4, "basePrecision": base}, activationCheckpointing="selective"))
         for base in ("mxfp4", "fp32")

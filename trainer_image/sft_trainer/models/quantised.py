@@ -1,5 +1,6 @@
 """Which weights of a base are held in fewer bits, the layers that compute with them, and their boxes."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.memory import NF4_BLOCK
+from sft_api.memory import NF4_BLOCK, PACKED_AT_ONCE
 from sft_api.v1alpha1.lora import Quantised
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, boxes_in
 from sft_trainer.errors import ConfigError
@@ -100,14 +101,17 @@ class PackedBox(Box):
         if self.format.turned:
             rows, values = rows[:1], values.mT
         target = self.local.detach()[rows].view(torch.uint8)
-        given = values.detach().to(target.device)
-        packed = self.format.pack(given)
-        if self.format.exact and not torch.equal(self.format.unpacked(packed, given.dtype), given):
-            raise ConfigError(
-                f"lora.basePrecision is mxfp4, but {self.name} of the model is not: it would be rounded; take nf4, or "
-                "bf16, or gpt-oss as it is published"
-            )
-        target.copy_(packed)
+        # Some at a time: all experts of a layer are GiBs where they are not packed.
+        some = max(1, PACKED_AT_ONCE // math.prod(values.shape[1:]))
+        for part_of, into in zip(values.detach().split(some), target.split(some), strict=True):
+            given = part_of.to(target.device)
+            packed = self.format.pack(given)
+            if self.format.exact and not torch.equal(self.format.unpacked(packed, given.dtype), given):
+                raise ConfigError(
+                    f"lora.basePrecision is mxfp4, but {self.name} of the model is not: it would be rounded; take nf4, "
+                    "or bf16, or gpt-oss as it is published"
+                )
+            into.copy_(packed)
 
 
 def packed_boxes(
