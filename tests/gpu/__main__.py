@@ -200,6 +200,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
             ("skipped", lambda device: steps.skipped(work / "inputs", device)),
             ("adapters", lambda device: steps.adapters(work / "inputs", device)),
             ("packed_base", lambda device: steps.packed_base(work / "inputs", device)),
+            ("packed_experts", lambda device: steps.packed_experts(work / "inputs", device)),
             ("estimate", lambda device: estimate.estimates(work / "inputs", device)),
             ("estimate_8b", lambda device: estimate.of_8b(work / "inputs", device)),
             ("megatron", lambda device: megatron.beside_fsdp(work / "inputs", device)),

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
-from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.quantised import PackedBox
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING, trainable_of
 from tests.bins import RoomFor, random_bin
+from tests.parity.mixtures import make_mixture
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 
@@ -174,13 +174,7 @@ def packed_base(inputs: Path, device: torch.device) -> dict[str, Figure]:
             _with_adapters(inputs, device, "bf16", base, compiles=compiles)
             for base, compiles in (("nf4", False), ("nf4", True), ("fp32", False))
         )
-        for box, held in zip(whole.boxes("base"), packed.boxes("base"), strict=True):
-            if not isinstance(held, PackedBox):
-                continue
-            rounded = unpacked(pack(box.read().cpu()), torch.float32)
-            if not torch.equal(held.read().cpu(), rounded):
-                raise AssertionError(f"{box.name} in 4 bits is another one on the device than on its host")
-            box.write(rounded)
+        _round_as(packed, whole)
         losses = [float(each.forward_backward(bins, trained)) for each in (packed, compiled, whole)]
         found = [_gradients(each) for each in (packed, compiled, whole)]
     figures = {
@@ -192,6 +186,44 @@ def packed_base(inputs: Path, device: torch.device) -> dict[str, Figure]:
     for (name, error), limit in zip(figures.items(), (1e-3, 2e-2, 1e-3, 5e-2), strict=True):
         require(name.replace("_", " "), error, limit)
     return dict(figures)
+
+
+def packed_experts(inputs: Path, device: torch.device) -> dict[str, Figure]:
+    """The same of mixtures of experts: rounded ones, and those of gpt-oss as it is published."""
+    bins, trained = _bins()
+    figures: dict[str, Figure] = {}
+    for kind, base in (("qwen3_moe", "nf4"), ("gpt_oss", "mxfp4")):
+        mixture = make_mixture(inputs, inputs.with_name(f"{inputs.name}-{kind}"), kind, width=64)
+        with _alone(device):
+            packed, whole = (_with_adapters(mixture, device, "bf16", held) for held in (base, "fp32"))
+            _round_as(packed, whole)
+            losses = [float(each.forward_backward(bins, trained)) for each in (packed, whole)]
+            found = [_gradients(each) for each in (packed, whole)]
+        figures |= {
+            f"packed_experts_{base}_loss_error": abs(losses[0] / losses[1] - 1),
+            f"packed_experts_{base}_gradient_error": error_of(found[0], found[1]),
+        }
+    for name, error in figures.items():
+        require(name.replace("_", " "), error, 1e-3 if "loss" in name else 2e-2)
+    return figures
+
+
+def _round_as(packed: FsdpStrategy, whole: FsdpStrategy) -> None:
+    """Give ``whole`` the weights that ``packed`` has, which must be those that a host makes of the same."""
+    rounded = 0
+    for box, held in zip(whole.boxes("base"), packed.boxes("base"), strict=True):
+        if not isinstance(held, PackedBox):
+            continue
+        values = box.read().cpu()
+        turned = values.mT if held.format.turned else values
+        values = held.format.unpacked(held.format.pack(turned), torch.float32)
+        values = values.mT if held.format.turned else values
+        if not torch.equal(held.read().cpu(), values):
+            raise AssertionError(f"{box.name} in 4 bits is another one on the device than on its host")
+        box.write(values)
+        rounded += 1
+    if not rounded:
+        raise AssertionError("nothing is held in 4 bits")
 
 
 def _with_adapters(
