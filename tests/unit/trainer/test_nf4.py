@@ -45,6 +45,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", EXPERTS),
     ("olmoe", EXPERTS),
     ("flex_olmo", EXPERTS),
+    ("granitemoe", EXPERTS),
     ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 64}),
     ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     ("glm4_moe", EXPERTS),
