@@ -230,7 +230,7 @@ def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
     others = spec.frozen_precision(plan.precision)
     if spec.quantised is None:
         return others
-    which = "linear layers but the head, experts" if spec.quantised == "nf4" else "experts"
+    which = "experts, linear layers but the head" if spec.quantised == "nf4" else "experts"
     return f"{spec.quantised} ({which}; others in {others})"
 
 

@@ -132,7 +132,7 @@ def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_
     assert shown["learning rate"].value == "0.0001"
     assert shown["exported"].value == "the adapters, for peft"
     packed = decisions(model=model, lora={"rank": 2, "basePrecision": "nf4"})["frozen weights in"]
-    assert (packed.value, packed.origin) == ("nf4 (linear layers but the head, experts; others in fp32)", Origin.GIVEN)
+    assert (packed.value, packed.origin) == ("nf4 (experts, linear layers but the head; others in fp32)", Origin.GIVEN)
     published = decisions(model=model, lora={"rank": 2, "basePrecision": "mxfp4"})["frozen weights in"]
     assert published.value == "mxfp4 (experts; others in fp32)"
     only = decisions(model=model, lora={"rank": 2, "targetModules": ["up_proj"]}, export={"mergeAdapter": True})
