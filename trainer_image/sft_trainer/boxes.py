@@ -92,11 +92,11 @@ def boxes_in(
     writes: Callable[[int], bool] = lambda elements: True,
     box: type[Box] = Box,
 ) -> Iterator[Box]:
-    """One box of each of the canonical tensors ``parts`` of a parameter that this rank has something of.
+    """One box, of the class ``box``, of each of the canonical tensors ``parts`` of a parameter that this rank has
+    something of.
 
     Of the parameter it has the rectangle ``held``, with the values ``local``. ``writes`` is asked once for each box,
     with its number of elements, whether this rank saves it.
-    They are of the class ``box``.
     """
     for part in parts:
         common = held.overlap(Rectangle(part.start, part.shape))
