@@ -28,7 +28,7 @@ from tests.parity.runs import resolve
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model
 from tests.unit.trainer.test_export_folder import Watched, full_at
 from tests.unit.trainer.test_lora import adapters_of, filled, strategy
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6, "excludeModules": ["1.mlp.up_proj"]}
 SPEC = LoraSpec.model_validate(LORA)
@@ -196,12 +196,14 @@ def test_a_merged_model_needs_the_base_that_was_trained_on_and_adapters_do_not(
     assert (tmp_path / "out" / "adapter_config.json").exists()
 
 
-def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
+def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]) -> None:
     _, what = run
     sections: dict[str, Any] = {"model": {"uri": "hf://org/model@main"}, "lora": LORA}
     cards = {
         merge: model_card(
-            resolve(job(Path("/in"), Path("/out"), **sections, export={"mergeAdapter": merge})), what.manifest
+            resolve(job(Path("/in"), Path("/out"), **sections, export={"mergeAdapter": merge})),
+            what.manifest,
+            what.model,
         )
         for merge in (False, True)
     }
@@ -225,6 +227,7 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
                 )
             ),
             what.manifest,
+            what.model,
         )
         for merge in (False, True)
         for precision in ("fp32", "bf16")
@@ -239,8 +242,16 @@ def test_the_card_says_what_lies_there(run: tuple[Any, Exported]) -> None:
         assert "BitsAndBytesConfig" not in packed[True, precision]
     # Experts are no layers of bitsandbytes
     asked = resolve(job(Path("/in"), Path("/out"), **sections))
-    told = model_card(asked, what.manifest, experts=True).partition("| trained beside | ")[2].partition(" |")[0]
-    assert told.endswith(
+    told = {}
+    for kind in ("qwen3_moe", "gpt_oss"):
+        save_model(kind, tmp_path / kind)
+        told[kind] = model_card(asked, what.manifest, build_on_meta(tmp_path / kind)).partition("| trained beside | ")[
+            2
+        ]
+    besides = (
         "`, and experts, which it leaves as they are: `bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, "
         'name, quant_type="nf4", blocksize=64)` for gate_up_proj and down_proj of each layer'
     )
+    assert f"{besides} |" in told["qwen3_moe"]
+    # And files in MXFP4 are refused beside its config
+    assert f"{besides}; files in MXFP4 take no such config: they are loaded with `Mxfp4Config(" in told["gpt_oss"]

@@ -59,11 +59,11 @@ def test_the_model_can_be_built_from_its_export(tmp_path: Path, source: Path, st
     assert build_on_meta(tmp_path / "out").stored_dtype == torch.bfloat16
 
 
-def test_the_card_says_what_the_checkpoint_says(tmp_path: Path) -> None:
+def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) -> None:
     config = resolve(job(Path("/inputs"), Path("/store")))
     metrics = {"loss": 1.25, "evalLoss": None}
     manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path), metrics=metrics, tokens_seen=512)
-    card = model_card(config, manifest)
+    card = model_card(config, manifest, build_on_meta(source))
     assert "# parity\n" in card
     assert "of `file:///inputs/model` on\n\n- `file:///inputs/data/train.jsonl`\n" in card
     rows = [line for line in card.splitlines() if line.startswith("| ") and "|---" not in line]

@@ -188,8 +188,9 @@ def test_the_card_of_adapters_says_how_their_base_is_loaded(tmp_path: Path, monk
     get_peft_model(untouched, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
     trained = {"model": {"uri": f"file://{tmp_path}/model", "configOverrides": given}}
     manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path / "store"), metrics={"loss": 1.0})
+    model = build_on_meta(tmp_path / "model")
     cards = [
-        model_card(resolve(job(tmp_path, tmp_path / "store", **trained, **form)), manifest)
+        model_card(resolve(job(tmp_path, tmp_path / "store", **trained, **form)), manifest, model)
         for form in ({"lora": {"rank": 4}}, {"lora": {"rank": 4}, "export": {"mergeAdapter": True}})
     ]
 

@@ -11,7 +11,6 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest, companion_digests
-from sft_trainer.models.experts import has_experts
 from sft_trainer.state import changed_fields
 
 from .companions import model_card
@@ -58,7 +57,7 @@ def exported_alone(
         model=model,
         folder=folder,
         tokenizer=load_tokenizer(tokenizer_folder, files.chat_template),
-        card=model_card(config, manifest, experts=has_experts(model.huggingface)),
+        card=model_card(config, manifest, model),
         name=config.job.name,
         base=base,
         adapters=Adapters.of(config, files.uri),

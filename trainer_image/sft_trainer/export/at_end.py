@@ -12,7 +12,6 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.experts import has_experts
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from sft_trainer.topology import Topology
@@ -69,7 +68,7 @@ class AtEnd:
             model=model,
             folder=self._prepared.model_path,
             tokenizer=self._prepared.tokenizer,
-            card=model_card(self._config, found, experts=has_experts(model.huggingface)),
+            card=model_card(self._config, found, model),
             name=self._config.job.name,
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
             adapters=Adapters.of(self._config, self._prepared.model_uri),

@@ -12,6 +12,7 @@ from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.experts import has_experts
 from sft_trainer.models.overrides import in_words
 
 log = logging.getLogger("sft_trainer")
@@ -73,9 +74,8 @@ def with_end_of_turn(settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]
     return {**settings, "eos_token_id": [*stops, *added.values()]}
 
 
-def model_card(config: TrainerConfig, manifest: Manifest, *, experts: bool = False) -> str:
-    """A README.md for the model in a checkpoint, with the facts of the run up to there, as its manifest has them;
-    ``experts`` says whether it is one that has some."""
+def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> str:
+    """A README.md for ``model`` in a checkpoint, with the facts of the run up to there, as its manifest has them."""
     run = manifest.run
     counted = run.model_extra or {}
     facts = {
@@ -92,7 +92,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, *, experts: bool = Fal
         facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
         if lora.quantised == "nf4":
             facts["trained beside"] = "weights in 4 bits: " + (
-                _in_4_bits(config, experts) if peft else "these are as they were rounded, and need no quantisation"
+                _in_4_bits(config, model) if peft else "these are as they were rounded, and need no quantisation"
             )
     if modules is not None:
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
@@ -113,13 +113,18 @@ def model_card(config: TrainerConfig, manifest: Manifest, *, experts: bool = Fal
     )
 
 
-def _in_4_bits(config: TrainerConfig, experts: bool) -> str:
+def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:
     """How transformers loads the model as adapters were trained beside it; left out, bitsandbytes computes in fp32."""
     computed = {"bf16": "bfloat16", "fp32": "float32"}[config.plan.precision]
     options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}"'
     loaded = f"`BitsAndBytesConfig({options})`"
-    if not experts:
+    if not has_experts(model.huggingface):
         return loaded
     replace = 'bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, name, quant_type="nf4", blocksize=64)'
     besides = f"`{replace}` for gate_up_proj and down_proj of each layer"
+    if model.names.packs:
+        besides += (
+            "; files in MXFP4 take no such config: they are loaded with `Mxfp4Config(dequantize=True)`, and `weight` "
+            "of linear layers but the head is replaced as well"
+        )
     return f"{loaded}, and experts, which it leaves as they are: {besides}"
