@@ -245,9 +245,7 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
     told = {}
     for kind in ("qwen3_moe", "gpt_oss"):
         save_model(kind, tmp_path / kind)
-        told[kind] = model_card(asked, what.manifest, build_on_meta(tmp_path / kind)).partition("| trained beside | ")[
-            2
-        ]
+        told[kind] = model_card(asked, what.manifest, build_on_meta(tmp_path / kind))
     besides = (
         "`, and experts, which it leaves as they are: `bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, "
         'name, quant_type="nf4", blocksize=64)` for gate_up_proj and down_proj of each layer'
