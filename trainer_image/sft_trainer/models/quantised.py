@@ -60,6 +60,8 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
 def pack_layers(huggingface: Any, weights: Mapping[str, Format], dtype: torch.dtype) -> None:
     """Have the layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows, whose bytes
     lie in tensors of ``dtype``."""
+    if any(huggingface.get_parameter(name).ndim == 3 for name in weights):
+        grouped_experts.use(huggingface)
     for weight, packed in weights.items():
         name, _, leaf = weight.rpartition(".")
         layer = huggingface.get_submodule(name)
@@ -70,7 +72,6 @@ def pack_layers(huggingface: Any, weights: Mapping[str, Format], dtype: torch.dt
             huggingface.set_submodule(name, replaced)
             layer = replaced
         elif not isinstance(layer, nn.Linear):
-            grouped_experts.use(huggingface)
             setattr(layer, grouped_experts.PACKED, {**getattr(layer, grouped_experts.PACKED, {}), leaf: packed})
         if packed.turned:
             *rows, columns = rows[0], columns, rows[1]
