@@ -127,8 +127,10 @@ def main() -> int:
             note_all(name, figures)
         wider = wider_inputs(work / "inputs", work / "wider-inputs")
         for name, (processes, kind, chosen) in _IN_4_BITS.items():
-            model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width=64) if kind else wider
             chosen = {"base": "nf4", **chosen}
+            # Rows are whole blocks: of 32 weights in MXFP4, of 64 in NF4.
+            width = 32 if chosen["base"] == "mxfp4" else 64
+            model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width) if kind else wider
             figures = checks.against_peft(model, work / name, processes=processes, steps=3, **chosen)
             note_all(name, figures)
         note("accumulation", checks.accumulation(work / "inputs", work / "accumulation"))

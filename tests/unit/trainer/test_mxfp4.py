@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft_trainer.boxes import Box, Rectangle
+from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.errors import ConfigError, ModelError
-from sft_trainer.models import mxfp4, packed_rows, quantised
+from sft_trainer.models import mxfp4, packed_rows
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.mxfp4 import dequantised
 from sft_trainer.models.quantised import PackedBox
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights, weights_layout
 from sft_trainer.preparation import _part_that_is_trained
+from tests.live_bytes import LiveBytes
 from tests.mxfp4 import pack, packed
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
@@ -123,12 +124,24 @@ def test_all_that_it_holds_is_packed_and_unpacked_exactly(monkeypatch: pytest.Mo
     assert mxfp4.unpacked(mxfp4.pack(odd[None]), torch.float32)[0, :4].tolist() == [8, 1, -6, 2]
 
 
-@pytest.mark.parametrize("at_once", [2**24, 20_000])
-def test_experts_that_are_held_so_compute_as_those_in_the_precision_of_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    # Given adapters beside them, all experts packed at once or one by one, and beside the same numbers as plain ones
-    monkeypatch.setattr(quantised, "PACKED_AT_ONCE", at_once)
+def test_one_expert_at_a_time_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given the experts of one weight that are not looked up at once
+    monkeypatch.setitem(packed_rows._AT_ONCE, "cpu", 64 * 96)
+    shape = (16, 64, 96)
+    values = torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    rows = torch.zeros((16, 96, mxfp4.row_bytes(64)), dtype=torch.uint8)
+    box = PackedBox(GATE_UP, WEIGHT, shape, Rectangle.whole(shape), rows, False, mxfp4.MXFP4)
+
+    with LiveBytes() as live:
+        box.write(values)
+
+    # Then less is there besides than all of them take, of which a GPU has no room for a copy
+    assert live.most < values.nbytes
+    assert torch.equal(box.read(), values.float())
+
+
+def test_experts_that_are_held_so_compute_as_those_in_the_precision_of_the_run(folder: Path) -> None:
+    # Given adapters beside them, and beside the same numbers as plain ones
     held, plain = (
         filled(strategy(folder, {"rank": 4, "basePrecision": base}, activationCheckpointing="selective"))
         for base in ("mxfp4", "fp32")

@@ -75,7 +75,8 @@ def columns_of(packed: torch.Tensor) -> int:
 
 def pack(values: torch.Tensor) -> torch.Tensor:
     """``values`` (..., columns), packed rows, uint8: those that MXFP4 holds exactly, and others rounded."""
-    rows = values.reshape(-1, values.shape[-1])
+    # Of one expert the rows of outputs are a view, across those that it came in.
+    rows = values.reshape(-1, values.shape[-1]).contiguous()
     packed = values.new_zeros((rows.shape[0], row_bytes(rows.shape[1])), dtype=torch.uint8)
     for some, into in some_rows(rows, packed, rows.shape[1]):
         blocks = some.float().view(len(some), -1, BLOCK)

@@ -33,7 +33,7 @@ class Format:
 
 
 def some_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both, as many rows of ``columns`` weights at a time as shall be held unpacked in fp32."""
+    """Both, as many rows of ``columns`` weights at a time as shall be held unpacked in fp32; one at least."""
     at_once = _AT_ONCE.get(source.device.type, PACKED_AT_ONCE)
     rows = max(1, at_once // max(1, columns))
     return zip(source.split(rows), target.split(rows), strict=True)

@@ -1,6 +1,5 @@
 """Which weights of a base are held in fewer bits, the layers that compute with them, and their boxes."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.memory import NF4_BLOCK, PACKED_AT_ONCE
+from sft_api.memory import NF4_BLOCK
 from sft_api.v1alpha1.lora import Quantised
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, boxes_in
 from sft_trainer.errors import ConfigError
@@ -17,7 +16,7 @@ from sft_trainer.names.canonical import Names
 from . import grouped_experts
 from .mxfp4 import MXFP4
 from .nf4 import NF4, linear
-from .packed_rows import Format
+from .packed_rows import Format, some_rows
 
 FORMATS: Mapping[Quantised, Format] = {"nf4": NF4, "mxfp4": MXFP4}
 
@@ -102,10 +101,9 @@ class PackedBox(Box):
         if self.format.turned:
             rows, values = rows[:1], values.mT
         target = self.local.detach()[rows].view(torch.uint8)
-        # Some at a time: all experts of a layer are GiBs where they are not packed.
-        some = max(1, PACKED_AT_ONCE // math.prod(values.shape[1:]))
-        for part_of, into in zip(values.detach().split(some), target.split(some), strict=True):
-            given = part_of.to(target.device)
+        # Few at a time, as one expert: all of a layer are gibibytes where they are not packed, which no estimate has.
+        for some, into in some_rows(values.detach(), target, values[:1].numel()):
+            given = some.to(target.device)
             packed = self.format.pack(given)
             if self.format.exact and not torch.equal(self.format.unpacked(packed, given.dtype), given):
                 raise ConfigError(
