@@ -469,7 +469,9 @@ def _shared(spec: SFTJobSpec, plan: PlanStatus, degree: int) -> tuple[SFTJobSpec
     """With tokens of a micro-batch shared out to ``degree`` processes."""
     fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
     strategy = StrategySpec(fsdp=fsdp.model_copy(update={"sequence_parallel_degree": degree}))
-    return spec.model_copy(update={"strategy": strategy}), plan.model_copy(update={"sequence_parallel": degree})
+    shared, shares = spec.model_copy(update={"strategy": strategy}), plan.processes // degree
+    # Fewer shares of a step have more micro-batches each, between which whole gradients may be held.
+    return shared, with_batch_of(shared, plan.model_copy(update={"sequence_parallel": degree, "data_parallel": shares}))
 
 
 def _over(plan: PlanStatus, processes: int) -> PlanStatus:

@@ -214,6 +214,20 @@ def test_tokens_are_shared_out_to_as_few_as_make_it_fit() -> None:
     assert make_plan(shared[8]).data_parallel == 1
 
 
+def test_fewer_shares_of_a_step_hold_whole_gradients_between_their_micro_batches() -> None:
+    # Given steps of one micro-batch for each process: gradients are held from none to the next
+    def asked(**fsdp: int) -> SFTJobSpec:
+        strategy = {"fsdp": {"reduceGradients": "oncePerStep", **fsdp}}
+        training = {"activationCheckpointing": "full", "globalBatchTokens": 262144}
+        return spec(2, {"uri": "hf://Qwen/Qwen3-8B"}, 131072, strategy=strategy, training=training)
+
+    shared = asked(sequenceParallelDegree=2)
+    assert (make_plan(asked()).gradient_accumulation, make_plan(shared).gradient_accumulation) == (1, 2)
+
+    # Then of processes that share tokens it is said what they take who share a step among fewer
+    assert f"strategy.fsdp.sequenceParallelDegree: 2 ({total(shared)})" in verdict(asked()).refused
+
+
 @pytest.mark.parametrize("coefficient", [0, 0.001])
 def test_tokens_are_shared_out_also_where_the_loss_of_routers_is_trained(coefficient: float) -> None:
     mixture = {"uri": "hf://Qwen/Qwen3-30B-A3B"}
