@@ -114,7 +114,8 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     ),
     (("gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, True), "google/gemma-3-1b-pt google/gemma-3-1b-it"),
 )
-_OF_EXPERTS: tuple[tuple[dict[str, int], tuple[Any, ...], str], ...] = (
+_IN_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+_OF_EXPERTS: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
     (
         {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         ("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False),
@@ -138,12 +139,12 @@ _OF_EXPERTS: tuple[tuple[dict[str, int], tuple[Any, ...], str], ...] = (
         "allenai/OLMoE-1B-7B-0125 allenai/OLMoE-1B-7B-0125-SFT allenai/OLMoE-1B-7B-0125-Instruct",
     ),
     (
-        {"num_local_experts": 32, "num_experts_per_tok": 4},
+        {"num_local_experts": 32, "num_experts_per_tok": 4, **_IN_MXFP4},
         ("gpt_oss", 2880, 24, 64, 8, 64, 2880, 201088, False),
         "openai/gpt-oss-20b",
     ),
     (
-        {"num_local_experts": 128, "num_experts_per_tok": 4},
+        {"num_local_experts": 128, "num_experts_per_tok": 4, **_IN_MXFP4},
         ("gpt_oss", 2880, 36, 64, 8, 64, 2880, 201088, False),
         "openai/gpt-oss-120b",
     ),
@@ -178,7 +179,7 @@ _POSITIONS = {
 
 def known_configs() -> Mapping[str, Mapping[str, Any]]:
     """The known part of the config of every model, by its name on the hub."""
-    rows: list[tuple[dict[str, int], tuple[Any, ...], str]] = [({}, *row) for row in _ROWS]
+    rows: list[tuple[dict[str, Any], tuple[Any, ...], str]] = [({}, *row) for row in _ROWS]
     lengths = {
         name: {"max_position_embeddings": positions}
         for positions, names in _POSITIONS.items()

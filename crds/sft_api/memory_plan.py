@@ -251,12 +251,9 @@ def _packing_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     if spec.quantised is None:
         return ""
     if spec.quantised == "mxfp4":
-        if shape.family.biased:
+        if shape.in_mxfp4:
             return ""
-        return (
-            f"lora.basePrecision is mxfp4, and {spec.model.uri} is not published in that, as gpt-oss is: take nf4, or "
-            "bf16"
-        )
+        return f"lora.basePrecision is mxfp4, and {spec.model.uri} is not, as gpt-oss is published: take nf4, or bf16"
     packed = {name: columns for block in packed_of(shape, spec) for name, (_, columns) in block.items()}
     for name, columns in packed.items():
         if columns % NF4_BLOCK:
@@ -428,7 +425,7 @@ def _packed(spec: SFTJobSpec, shape: ModelShape | None) -> SFTJobSpec | None:
     """With the base of its adapters in 4 bits; None where that is so already, and where it cannot be, or who knows."""
     if spec.quantised or shape is None:
         return None
-    packed = _with(spec, "lora", base_precision="mxfp4" if shape.family.biased else "nf4")
+    packed = _with(spec, "lora", base_precision="mxfp4" if shape.in_mxfp4 else "nf4")
     return None if _packing_problem(packed, shape) else packed
 
 

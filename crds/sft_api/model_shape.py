@@ -88,6 +88,8 @@ class ModelShape:
     """Experts that a token is sent to."""
     positions: int | None = field(default=None, compare=False)
     """Tokens of the longest document that it was made for, where its config says so; no size of anything."""
+    in_mxfp4: bool = field(default=False, compare=False)
+    """Whether its files have experts in that, as its config says; no size either."""
 
     @property
     def queries(self) -> int:
@@ -228,6 +230,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         experts=experts,
         chosen=chosen,
         positions=_size(config, "max_position_embeddings"),
+        in_mxfp4=family.biased and _is_in_mxfp4(config),
     )
 
 
@@ -269,6 +272,11 @@ def _dense_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields by which some blocks of a mixture of experts have one MLP: blocks are not equal then."""
     listed, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
     return ({"mlp_only_layers": listed} if listed else {}) | ({"decoder_sparse_step": every} if every != 1 else {})
+
+
+def _is_in_mxfp4(config: Mapping[str, Any]) -> bool:
+    given = config.get("quantization_config")
+    return isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:

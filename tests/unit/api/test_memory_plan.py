@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sft_api.gpus import declared_gpu_memory, product_memory
-from sft_api.known_models import known_shape
+from sft_api.known_models import known_configs, known_shape
 from sft_api.memory_plan import Fit, gibibytes, judge, memory_of, parameter_count, remedies, staging_warning
 from sft_api.model_shape import shape_of
 from sft_api.plan import make_plan
@@ -131,6 +131,12 @@ def test_a_base_in_4_bits_is_a_remedy_where_adapters_beside_another_do_not_fit()
     assert [words for words in told(None) if "lora" in words][1] == f"lora with basePrecision: nf4 ({taken})"
     # As it is published, where it is in 4 bits
     assert [words for words in told({}, "openai/gpt-oss-120b") if words.startswith("lora.basePrecision: mxfp4 (")]
+    # And rounded, where it is a plain copy of that
+    plain = shape_of({**known_configs()["openai/gpt-oss-120b"], "quantization_config": None})
+    copied = spec(1, {"uri": "file:///plain"}, 512, lora={})
+    refused = judge(copied, make_plan(copied, shape=plain), shape=plain).refused
+    assert "lora.basePrecision: nf4 (" in refused
+    assert "mxfp4" not in refused
     # Nor of adapters that fit as they are, nor of a base that is so already
     assert [words.partition(" (")[0] for words in told(None, "meta-llama/Llama-3.1-8B") if "lora" in words] == ["lora"]
     assert [words for words in told({}, "mistralai/Mixtral-8x7B-v0.1") if "nf4" in words]
@@ -340,9 +346,13 @@ def test_a_base_that_cannot_be_held_in_4_bits_is_refused(gpus: int) -> None:
     mxfp4 = {"lora": {"basePrecision": "mxfp4"}}
     assert refused("openai/gpt-oss-20b", **mxfp4) == ""
     assert refused("Qwen/Qwen3-30B-A3B", **mxfp4) == (
-        "lora.basePrecision is mxfp4, and hf://Qwen/Qwen3-30B-A3B is not published in that, as gpt-oss is: take nf4, "
-        "or bf16"
+        "lora.basePrecision is mxfp4, and hf://Qwen/Qwen3-30B-A3B is not, as gpt-oss is published: take nf4, or bf16"
     )
+    # Nor is a copy of gpt-oss whose weights are plain
+    plain = {**known_configs()["openai/gpt-oss-20b"], "quantization_config": None}
+    asked = spec(gpus=gpus, model={"uri": "file:///plain"}, length=512, **mxfp4)
+    words = "lora.basePrecision is mxfp4, and file:///plain is not, as gpt-oss is published: take nf4, or bf16"
+    assert judge(asked, make_plan(asked), shape=shape_of(plain)).refused == words
     # What is trained is held as it is
     assert refused("own", training={"trainableModules": ["down_proj"]}) == ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from sft_trainer.strategies.fsdp.fitting import estimate_blueprint, sizes_seen
 from sft_trainer.strategies.megatron.fitting import estimate_blueprint as estimate_stage
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
+from tests.mxfp4 import QUANTISED
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
@@ -98,6 +100,25 @@ def test_of_a_model_without_a_formula_remedies_are_told_without_numbers(tmp_path
     ]
     assert "data.maxLength: 256" in told
     assert not any("Gi" in words for words in told)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_experts_are_said_to_fit_as_they_are_published_where_they_are_so(tmp_path: Path, packed: bool) -> None:
+    # Given the config of a gpt-oss with many experts
+    save_model("gpt_oss", tmp_path, **IN_BLOCKS)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written |= {"num_local_experts": 32768, **({"quantization_config": QUANTISED} if packed else {})}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), lora={"rank": 4}))
+    blueprint, trainable = build_on_meta(tmp_path), trainable_of(config)
+    add_adapters(blueprint.huggingface, config.spec.lora, ())
+    taken = estimate_blueprint(config, blueprint, trainable)
+
+    with pytest.raises(ConfigError) as refusal:
+        check_fits(config, blueprint, round(taken.total / 1.15), CPU, lambda: taken, tells=True)
+
+    # Then a copy with plain weights is rounded
+    assert f"lora.basePrecision: {'mxfp4' if packed else 'nf4'} (" in str(refusal.value)
 
 
 def test_a_stage_that_does_not_fit_is_refused_too(tmp_path: Path) -> None:
