@@ -29,6 +29,7 @@ from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
+from .models.grouped_experts import use_if_packed
 from .models.lora import add_adapters
 from .models.positions import check_positions
 from .models.probe import check_trains_on
@@ -180,7 +181,10 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     trainable = trainable_of(config)
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if trainable.trains(name))
-    packed = sum(sizes[name] for name in trainable.packed(huggingface))
+    weights = trainable.packed(huggingface)
+    # Where a device has no product for packed experts, the look at it finds that out.
+    use_if_packed(huggingface, weights)
+    packed = sum(sizes[name] for name in weights)
     of_4_bits = f", of which {packed:,} are held in 4 bits" if packed else ""
     alone = f"; {OF_EXPERTS}" if lora is not None and has_experts(huggingface) else ""
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_trainer.errors import ConfigError
-from sft_trainer.models import nf4, packed_rows
+from sft_trainer.models import grouped_experts, nf4, packed_rows
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.grouped_experts import grouped_linear
 from sft_trainer.models.nf4 import NF4, linear, pack, unpacked
+from sft_trainer.models.probe import check_trains_on
 from sft_trainer.models.quantised import Nf4Linear, PackedBox, packed_weights
 from sft_trainer.models.tensors import stored_tensors
+from sft_trainer.preparation import _part_that_is_trained
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.trainable import trainable_of
 from tests.parity.runs import manifest, resolve
@@ -255,6 +258,27 @@ def test_models_whose_weights_do_not_come_in_blocks_are_refused(
     with pytest.raises(ConfigError, match=r"lora\.basePrecision is nf4") as refused:
         strategy(tmp_path, {"rank": 4, "basePrecision": "nf4"})
     assert wrong in str(refused.value)
+
+
+def test_a_device_without_a_product_for_packed_experts_is_found_out_about_before_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given one that has it for others
+    def none(*_: Any, **__: Any) -> None:
+        raise RuntimeError("only for compute capability 8.0")
+
+    monkeypatch.setattr(grouped_experts, "grouped_mm", none)
+    save_model("qwen3_moe", tmp_path, **WIDE, **EXPERTS)
+
+    for base in ("fp32", "nf4"):
+        config = resolve(manifest(tmp_path, tmp_path.with_name("store"), lora={"basePrecision": base}))
+        model = build_on_meta(tmp_path)
+        _part_that_is_trained(model, config)
+        refused = pytest.raises(
+            ConfigError, match=r"qwen3_moe.* cannot be trained in fp32 .* only for compute capability"
+        )
+        with refused if base == "nf4" else nullcontext():
+            check_trains_on(model.huggingface, torch.device("cpu"), torch.float32)
 
 
 def test_a_compiled_product_is_that_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ to what the product gave: selective checkpointing keeps that, and would have it 
 computed with again. And those of any mixture may be packed (``packed_rows``).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -120,7 +121,8 @@ def register() -> None:
     ExpertsInterface.register(IMPLEMENTATION, grouped_experts)
 
 
-def use(huggingface: Any) -> None:
-    """Have all experts of the Hugging Face model ``huggingface`` computed by it."""
-    register()
-    huggingface.set_experts_implementation(IMPLEMENTATION)
+def use_if_packed(huggingface: Any, weights: Iterable[str]) -> None:
+    """Have all experts of the Hugging Face model ``huggingface`` computed by it where some are among ``weights``."""
+    if any(huggingface.get_parameter(name).ndim == 3 for name in weights):
+        register()
+        huggingface.set_experts_implementation(IMPLEMENTATION)

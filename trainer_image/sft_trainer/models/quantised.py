@@ -59,8 +59,7 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
 def pack_layers(huggingface: Any, weights: Mapping[str, Format], dtype: torch.dtype) -> None:
     """Have the layers of ``huggingface`` (on the meta device) hold ``weights``, by name, as packed rows, whose bytes
     lie in tensors of ``dtype``."""
-    if any(huggingface.get_parameter(name).ndim == 3 for name in weights):
-        grouped_experts.use(huggingface)
+    grouped_experts.use_if_packed(huggingface, weights)
     for weight, packed in weights.items():
         name, _, leaf = weight.rpartition(".")
         layer = huggingface.get_submodule(name)
