@@ -174,6 +174,9 @@ def test_what_is_not_in_it_is_refused_and_never_rounded(tmp_path: Path) -> None:
     save_model("gpt_oss", tmp_path / "model", hidden_size=64, intermediate_size=96)
     with pytest.raises(ConfigError, match=r"gate_up_proj of the model is not: it would be rounded"):
         filled(strategy(tmp_path / "model", lora))
+    save_model("gpt_oss", tmp_path / "narrow", hidden_size=48, head_dim=8, num_attention_heads=4)
+    with pytest.raises(ConfigError, match=r"rows of .*gate_up_proj have 48 weights: they must be a multiple of 32"):
+        strategy(tmp_path / "narrow", lora)
     # And by its config before that
     config = resolve(manifest(tmp_path / "model", tmp_path / "store", lora=lora))
     with pytest.raises(ConfigError, match=r"mxfp4, but file://.* is not: it would be rounded; take nf4, or bf16"):

@@ -104,7 +104,7 @@ def unpacked(packed: torch.Tensor, dtype: torch.dtype, *, again: bool = False) -
     return values.view(*packed.shape[:-1], columns)
 
 
-MXFP4 = Format(row_bytes, columns_of, pack, unpacked, prepare, exact=True, turned=True)
+MXFP4 = Format(BLOCK, row_bytes, columns_of, pack, unpacked, prepare, exact=True, turned=True)
 """As ``lora.basePrecision`` calls it."""
 
 

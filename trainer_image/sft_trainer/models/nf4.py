@@ -132,5 +132,5 @@ def columns_of(packed: torch.Tensor) -> int:
     return packed.shape[-1] * packed.itemsize // _ROW_BYTES * NF4_BLOCK
 
 
-NF4 = Format(row_bytes, columns_of, pack, unpacked, prepare)
+NF4 = Format(NF4_BLOCK, row_bytes, columns_of, pack, unpacked, prepare)
 """As ``lora.basePrecision`` calls it."""

@@ -16,6 +16,8 @@ up fits into a cache."""
 class Format:
     """Functions on rows: (..., columns) of numbers, (..., bytes) of any dtype where they are packed."""
 
+    block: int
+    """Weights of a row that share what they are multiplied by: rows are whole numbers of them."""
     row_bytes: Callable[[int], int]
     """Of a packed row of so many columns."""
     columns_of: Callable[[torch.Tensor], int]

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.memory import NF4_BLOCK
 from sft_api.v1alpha1.lora import Quantised
 from sft_trainer.boxes import WEIGHT, Box, Rectangle, boxes_in
 from sft_trainer.errors import ConfigError
@@ -36,22 +35,21 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
     """
     weights = {name: weight for name, weight in huggingface.named_parameters() if not trains(name)}
     experts = [name for name, weight in weights.items() if weight.ndim == 3]
-    if quantised == "mxfp4":
-        if not Names.of(huggingface.config).packs:
-            raise ConfigError(
-                f"lora.basePrecision is mxfp4, and a model of type {huggingface.config.model_type!r} is not published "
-                "in that: take nf4, or bf16"
-            )
-        return experts
+    if quantised == "mxfp4" and not Names.of(huggingface.config).packs:
+        raise ConfigError(
+            f"lora.basePrecision is mxfp4, and a model of type {huggingface.config.model_type!r} is not published in "
+            "that: take nf4, or bf16"
+        )
     head = huggingface.get_output_embeddings()
     layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    packed = {*experts, *(f"{name}.weight" for name in layers)}
-    names = [name for name in weights if name in packed]
+    packed = {*experts, *(f"{name}.weight" for name in layers if quantised == "nf4")}
+    names, of = [name for name in weights if name in packed], FORMATS[quantised]
     for name in names:
-        if weights[name].shape[-1] % NF4_BLOCK:
+        columns = weights[name].shape[-2 if of.turned else -1]
+        if columns % of.block:
             raise ConfigError(
-                f"lora.basePrecision is nf4, but rows of {name} have {weights[name].shape[-1]} weights: they must be a "
-                f"multiple of {NF4_BLOCK}, which share a scale; take bf16, or another model"
+                f"lora.basePrecision is {quantised}, but rows of {name} have {columns} weights: they must be a "
+                f"multiple of {of.block}, which share a scale; take bf16, or another model"
             )
     return names
 
