@@ -41,6 +41,8 @@ def reference_model(config: TrainerConfig) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         Path(config.spec.model.uri.removeprefix("file://")), dtype=torch.float32, **balanced
     )
+    # transformers 5.17 leaves in bf16 what files have in MXFP4.
+    model.float()
     if modules := config.spec.training.trainable_modules:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(within(name, modules))
