@@ -146,9 +146,14 @@ def test_layers_without_adapters_keep_nothing_of_what_they_read(kind: str, names
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.02)
 
 
+PACKED = [
+    *((kind, names) for kind in ("llama", "phi3", "gemma3_text") for names in (["all-linear"], ["o_proj"])),
+    *((kind, ["all-linear"]) for kind in ("qwen3_moe", "gpt_oss")),
+]
+
+
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
-@pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)
-@pytest.mark.parametrize("kind", ["llama", "phi3", "gemma3_text", *OF_EXPERTS])
+@pytest.mark.parametrize(("kind", "names"), PACKED)
 def test_beside_a_base_in_4_bits_the_same_is_kept_and_at_most_a_matrix_is_there_besides(
     monkeypatch: pytest.MonkeyPatch, kind: str, names: list[str], how: str
 ) -> None:
