@@ -273,7 +273,7 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
     """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
     trained = parameters if spec.trains_all else 0
     frozen = parameters - trained
-    # How many of them are in linear layers nobody knows.
+    # How many of them can be nobody knows.
     packed = frozen if spec.quantised else 0
     return MemoryEstimate(**_states(trained, frozen, packed, spec, plan), gathered=None, activations=None, logits=None)
 

@@ -33,6 +33,7 @@ from .models.grouped_experts import use_if_packed
 from .models.lora import add_adapters
 from .models.positions import check_positions
 from .models.probe import check_trains_on
+from .models.quantised import would_be_rounded
 from .prepared import Prepared
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
@@ -174,10 +175,7 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
     if config.spec.quantised == "mxfp4" and not model.in_mxfp4:
-        raise ConfigError(
-            f"lora.basePrecision is mxfp4, but {config.spec.model.uri} is not: it would be rounded; take nf4, or bf16, "
-            "or gpt-oss as it is published"
-        )
+        raise would_be_rounded(config.spec.model.uri)
     trainable = trainable_of(config)
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}
     trained = sum(size for name, size in sizes.items() if trainable.trains(name))

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sft_api.memory import sizes_of
+from sft_api.memory import Sizes, sizes_of
 from sft_api.model_shape import shape_of
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
-from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.strategies.fsdp import FsdpStrategy, fitting
@@ -164,6 +164,21 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
     assert "could not be reckoned" in caplog.text
 
 
+def sizes(folder: Path, modules: list[str], lora: dict[str, Any] | None) -> tuple[Sizes, Sizes]:
+    """Of the model in ``folder``, as it is and by its shape."""
+    sections: dict[str, Any] = {"lora": lora} if lora else {}
+    if modules:
+        sections["training"] = {"trainableModules": modules}
+    config = resolve(manifest(folder, folder.with_name("store"), **sections))
+    blueprint = build_on_meta(folder)
+    huggingface: Any = blueprint.huggingface
+    shape = shape_of(huggingface.config.to_dict())
+    assert shape is not None
+    if config.spec.lora:
+        add_adapters(huggingface, config.spec.lora, modules)
+    return sizes_seen(blueprint, trainable_of(config)), sizes_of(shape, config.spec)
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "basePrecision": "nf4"}])
 @pytest.mark.parametrize(
     "modules",
@@ -172,18 +187,9 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
 @pytest.mark.parametrize("tied", [False, True])
 def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[str], lora: Any) -> None:
     save_model("qwen3", tmp_path, tie_word_embeddings=tied, **IN_BLOCKS)
-    sections: dict[str, Any] = {"lora": lora} if lora else {}
-    if modules:
-        sections["training"] = {"trainableModules": modules}
-    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
-    blueprint: CausalLM = build_on_meta(tmp_path)
-    huggingface: Any = blueprint.huggingface
-    shape = shape_of(huggingface.config.to_dict())
-    assert shape is not None
-    if config.spec.lora:
-        add_adapters(huggingface, config.spec.lora, modules)
+    seen, reckoned = sizes(tmp_path, modules, lora)
 
-    assert sizes_seen(blueprint, trainable_of(config)) == sizes_of(shape, config.spec)
+    assert seen == reckoned
 
 
 @pytest.mark.parametrize("modules", [[], ["layers.1.mlp.experts"], ["q_proj", "lm_head"]])
@@ -194,18 +200,7 @@ def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(
     tmp_path: Path, kind: str, base: str, modules: list[str]
 ) -> None:
     save_model(kind, tmp_path, moe_intermediate_size=64, num_experts=8, num_local_experts=8, **IN_BLOCKS)
-    sections: dict[str, Any] = {"lora": {"rank": 4, "basePrecision": base}}
-    if modules:
-        sections["training"] = {"trainableModules": modules}
-    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
-    blueprint: CausalLM = build_on_meta(tmp_path)
-    huggingface: Any = blueprint.huggingface
-    shape = shape_of(huggingface.config.to_dict())
-    assert shape is not None
-    add_adapters(huggingface, config.spec.lora, modules)
+    seen, reckoned = sizes(tmp_path, modules, {"rank": 4, "basePrecision": base})
 
-    seen = sizes_seen(blueprint, trainable_of(config))
-
-    reckoned = sizes_of(shape, config.spec)
     assert (seen.packed, seen.packed_block) == (reckoned.packed, reckoned.packed_block)
     assert seen.packed_matrix == reckoned.packed_matrix == 8 * 128 * 64 * (1 if kind == "qwen3_moe" else 2)

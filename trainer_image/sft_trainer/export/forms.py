@@ -17,7 +17,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import add_adapters, is_adapter, linear_layers
-from sft_trainer.models.quantised import packed_weights
+from sft_trainer.models.quantised import FORMATS, packed_weights
 from sft_trainer.models.tensors import tied_names
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
@@ -89,12 +89,13 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
 
 
 def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
-    """Canonical names of the tensors of ``model`` that were held in 4 bits beside ``adapters``."""
-    # MXFP4 is what the files have.
-    if adapters.lora.quantised != "nf4":
+    """Canonical names of the tensors of ``model`` that were held rounded beside ``adapters``."""
+    quantised = adapters.lora.quantised
+    # What is held exactly is what the files have.
+    if quantised is None or FORMATS[quantised].exact:
         return frozenset()
     weights = dict(model.huggingface.named_parameters())
-    packed = packed_weights(model.huggingface, adapters.lora.quantised, adapters.trains)
+    packed = packed_weights(model.huggingface, quantised, adapters.trains)
     return frozenset(part.name for name in packed for part in model.names.parts(name, tuple(weights[name].shape)))
 
 

@@ -28,13 +28,20 @@ class Nf4Linear(nn.Linear):
         return linear(inputs, self.weight, self.bias)
 
 
+def would_be_rounded(what: str) -> ConfigError:
+    """The error where ``what`` is not in MXFP4, in which it was to be held."""
+    return ConfigError(
+        f"lora.basePrecision is mxfp4, but {what} is not: it would be rounded; take nf4, or bf16, or gpt-oss as it is "
+        "published"
+    )
+
+
 def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str], bool]) -> list[str]:
     """Names of the weights of ``huggingface`` that are packed: of experts, and in NF4 of linear layers but the head.
 
     Not those of which ``trains`` says so. Raises ``ConfigError`` where the format does not fit them.
     """
     weights = {name: weight for name, weight in huggingface.named_parameters() if not trains(name)}
-    experts = [name for name, weight in weights.items() if weight.ndim == 3]
     if quantised == "mxfp4" and not Names.of(huggingface.config).packs:
         raise ConfigError(
             f"lora.basePrecision is mxfp4, and a model of type {huggingface.config.model_type!r} is not published in "
@@ -42,8 +49,9 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
         )
     head = huggingface.get_output_embeddings()
     layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    packed = {*experts, *(f"{name}.weight" for name in layers if quantised == "nf4")}
-    names, of = [name for name in weights if name in packed], FORMATS[quantised]
+    packed = {f"{name}.weight" for name in layers} if quantised == "nf4" else set()
+    names = [name for name, weight in weights.items() if weight.ndim == 3 or name in packed]
+    of = FORMATS[quantised]
     for name in names:
         columns = weights[name].shape[-2 if of.turned else -1]
         if columns % of.block:
@@ -103,10 +111,7 @@ class PackedBox(Box):
             given = some.to(target.device)
             packed = self.format.pack(given)
             if self.format.exact and not torch.equal(self.format.unpacked(packed, given.dtype), given):
-                raise ConfigError(
-                    f"lora.basePrecision is mxfp4, but {self.name} of the model is not: it would be rounded; take nf4, "
-                    "or bf16, or gpt-oss as it is published"
-                )
+                raise would_be_rounded(f"{self.name} of the model")
             into.copy_(packed)
 
 
