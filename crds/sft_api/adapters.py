@@ -1,12 +1,16 @@
 """Which layers of a model get adapters, and which modules are trained: by name, as peft reads ``target_modules``,
-``exclude_modules`` and ``modules_to_save``."""
+``target_parameters``, ``exclude_modules`` and ``modules_to_save``."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 ALL_LINEAR = "all-linear"
 """In place of names: every linear layer of the model but its head."""
+EXPERTS = r"(^|\.)experts(\.[A-Za-z0-9_]+)?$"
+"""What is found in a name that means experts: those of a layer, or one of the two tensors in which they are stacked."""
+_MEANS_EXPERTS = re.compile(EXPERTS)
 
-OF_EXPERTS = "its experts are stacked in one tensor and its routers are no linear layers: neither gets adapters"
+OF_EXPERTS = "routers get no adapters, and experts where lora.targetModules names them: experts, or experts.down_proj"
 """Of a mixture of experts."""
 
 
@@ -17,6 +21,17 @@ class AdapterError(ValueError):
 def named(module: str, names: Iterable[str]) -> bool:
     """Whether one of ``names`` is the name ``module``, or ends it after a dot."""
     return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def means_experts(name: str) -> bool:
+    """Whether ``name`` can mean experts: no other does, so that ``down_proj`` is that of layers beside them."""
+    return _MEANS_EXPERTS.search(name) is not None
+
+
+def named_experts(stacked: str, names: Iterable[str]) -> bool:
+    """Whether one of ``names`` means the experts that are ``stacked`` in the tensor of that name."""
+    module = stacked.rpartition(".")[0]
+    return any(means_experts(name) and (named(stacked, [name]) or named(module, [name])) for name in names)
 
 
 def within(parameter: str, names: Collection[str]) -> bool:
@@ -36,26 +51,33 @@ def adapted(
     targets: Collection[str],
     excluded: Collection[str],
     trained: Collection[str] = (),
+    stacked: Collection[str] = (),
 ) -> list[str]:
-    """The linear layers that get adapters, of all that a model has (``linear``, full names, in order).
+    """The linear layers that get adapters, of all that a model has (``linear``, full names, in order), and behind them
+    the tensors of experts that do, of those that are ``stacked`` (full names, in order).
 
     None does that lies in a module which ``trained`` means: all of it is trained. ``head`` is the name of its output
-    layer, which ``all-linear`` leaves out. Raises ``AdapterError`` for a name in ``targets`` or ``excluded`` that no
-    linear layer has, for the head in ``targets``, and when nothing is left.
+    layer, which ``all-linear`` leaves out, as it does experts. Raises ``AdapterError`` for a name in ``targets`` or
+    ``excluded`` that means neither, for the head in ``targets``, and when nothing is left.
     """
     everything = ALL_LINEAR in targets
-    wanted = [name for name in linear if name != head] if everything else [m for m in linear if named(m, targets)]
-    for field, names in (("targetModules", () if everything else targets), ("excludeModules", excluded)):
-        for name in names:
-            if not any(named(module, [name]) for module in linear):
-                raise AdapterError(
-                    f"lora.{field} names {name!r}, and no linear layer of the model is called so: its linear layers "
-                    f"are {', '.join(ends(linear))}"
-                )
+    names = [name for name in targets if name != ALL_LINEAR]
+    wanted = [name for name in linear if name != head] if everything else [m for m in linear if named(m, names)]
+    experts = [name for name in stacked if named_experts(name, names)]
+    for field, given in (("targetModules", names), ("excludeModules", excluded)):
+        for name in given:
+            if any(named(module, [name]) for module in linear) or any(named_experts(each, [name]) for each in stacked):
+                continue
+            raise AdapterError(
+                f"lora.{field} names {name!r}, and no linear layer of the model is called so: its linear layers "
+                f"are {', '.join(ends(linear))}"
+            )
     found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
+    found += [name for name in experts if not named_experts(name, excluded) and not within(name, trained)]
     if not found:
         fields = "lora.excludeModules and training.trainableModules leave" if trained else "lora.excludeModules leaves"
-        raise AdapterError(f"{fields} nothing to train of {', '.join(ends(wanted))}: take a name out of it")
+        left = ", ".join(ends([*wanted, *experts]))
+        raise AdapterError(f"{fields} nothing to train of {left}: take a name out of it")
     if head in found:
         raise AdapterError(
             f"lora.targetModules names {head}, the head of the model, which gets no adapter: its loss is computed from "
@@ -66,17 +88,18 @@ def adapted(
 
 def of_experts(error: AdapterError) -> str:
     """What is wrong with names for a mixture of experts, which has few of the layers that people mean."""
-    return f"{error}; {OF_EXPERTS}; write all-linear, or some of the names that there are"
+    return f"{error}; {OF_EXPERTS}"
 
 
-def ends(modules: Iterable[str]) -> list[str]:
-    """The last parts of names, each once: q_proj, k_proj, …"""
-    return list(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+def ends(modules: Iterable[str], parts: int = 1) -> list[str]:
+    """The last ``parts`` of names, each once: q_proj, k_proj, …"""
+    return list(dict.fromkeys(".".join(module.split(".")[-parts:]) for module in modules))
 
 
-def shortest(modules: Collection[str], linear: Collection[str]) -> list[str]:
-    """The fewest names that mean exactly ``modules`` of all that are ``linear``: their ends where these say it."""
-    short = ends(modules)
+def shortest(modules: Collection[str], linear: Collection[str], parts: int = 1) -> list[str]:
+    """The fewest names that mean exactly ``modules`` of all that are ``linear``: their ends, of so many ``parts``,
+    where these say it."""
+    short = ends(modules, parts)
     return short if {name for name in linear if named(name, short)} == {*modules} else sorted(modules)
 
 

@@ -49,6 +49,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "model.configOverrides.embd_pdrop": None,
     "model.configOverrides.embedding_dropout": None,
     "lora.rank": None,
+    "lora.expertRank": None,
     "lora.alpha": None,
     "lora.dropout": None,
     "lora.targetModules": None,
@@ -316,6 +317,8 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
         tokenizer = _uri(given["model.tokenizerUri"])
         given["model.tokenizerUri"] = None if tokenizer == model else tokenizer
     given["lora.excludeModules"] = given["lora.excludeModules"] or None
+    if given["lora.expertRank"] == given["lora.rank"]:
+        given["lora.expertRank"] = None
     if given[_ORIGIN] is not None:
         given[_ORIGIN] = _uri(given[_ORIGIN])
     values = {path: _plain(value) for path, value in given.items() if value is not None}

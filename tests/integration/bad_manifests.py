@@ -194,8 +194,20 @@ RULES = [
     Bad(
         "all linear layers and names",
         "spec.lora",
-        {"lora": "{targetModules: [all-linear, q_proj]}"},
-        "lora.targetModules is all-linear, or names of modules: not both",
+        {"lora": "{targetModules: [all-linear, experts, q_proj]}"},
+        "lora.targetModules is all-linear, or names of modules: not both, but for names of experts",
+    ),
+    Bad(
+        "a rank of experts that get no adapters",
+        "spec.lora",
+        {"lora": "{expertRank: 4, targetModules: [xexperts, experts.0.up_proj]}"},
+        "lora.expertRank is that of experts: name them in lora.targetModules (experts), or leave it out",
+    ),
+    Bad(
+        "adapters of experts with dropout",
+        "spec.lora",
+        {"lora": "{dropout: 0.05, targetModules: [mlp.experts.down_proj]}"},
+        "lora.dropout is of linear layers, and lora.targetModules names experts, which have none: leave one out",
     ),
     Bad(
         "all linear layers excluded",

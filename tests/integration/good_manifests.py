@@ -252,6 +252,13 @@ NOTHING_EXPORTED = manifest(
     {"model": "{uri: s3://b/base}", "export": "{atEnd: false, uri: s3://b/base}", "checkpoint": "{uri: s3://b/runs}"}
 )
 
+EXPERTS = manifest(
+    {
+        "lora": "{rank: 32, expertRank: 4, targetModules: [all-linear, experts, layers.3.mlp.experts.down_proj], "
+        "excludeModules: [layers.0.mlp.experts]}"
+    }
+)
+
 GOOD = {
     "shortest": SHORTEST,
     "nulls": NULLS,
@@ -264,5 +271,6 @@ GOOD = {
     "overrides at their bounds": OVERRIDES_AT_THEIR_BOUNDS,
     "neighbours of the bad": NEIGHBOURS,
     "nothing exported": NOTHING_EXPORTED,
+    "adapters of experts": EXPERTS,
     "largest": LARGEST,
 }

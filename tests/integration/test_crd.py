@@ -20,7 +20,15 @@ from sft_cli.problems import field_path
 from tests.cluster.access import Cluster
 from tests.integration.bad_manifests import RULES
 from tests.integration.bad_values import SCHEMA
-from tests.integration.good_manifests import EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, GOOD, LARGEST, MEGATRON, SHORTEST
+from tests.integration.good_manifests import (
+    EVERY_FIELD_PACKED,
+    EVERY_OTHER_FIELD,
+    EXPERTS,
+    GOOD,
+    LARGEST,
+    MEGATRON,
+    SHORTEST,
+)
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
 from tests.integration.manifests import Bad
 from tests.waiting import PATIENCE_SECONDS
@@ -102,7 +110,7 @@ def test_the_good_manifests_give_every_field_of_the_spec() -> None:
     schema = resource_schema()["properties"]["spec"]
     given = {
         path
-        for text in (EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, MEGATRON)
+        for text in (EVERY_FIELD_PACKED, EVERY_OTHER_FIELD, MEGATRON, EXPERTS)
         for document in read_documents(text)
         for path in _given_paths(schema, document["spec"], "spec")
     }

@@ -1,7 +1,7 @@
 """What happens before the processes meet: the model's files, the tokenizer, and the tokenised data."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning, schedule_warning
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource, SFTJobSpec
+from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import megatron_of
 
 from .cache import cache_directory
@@ -30,7 +31,7 @@ from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
 from .models.grouped_experts import use_if_packed
-from .models.lora import add_adapters
+from .models.lora import add_adapters, stacked_weights
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
@@ -170,7 +171,7 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     modules = config.spec.training.trainable_modules or ()
     if lora is not None:
         layers = add_adapters(huggingface, lora, modules)
-        parts.append(f"adapters of rank {lora.rank} on {len(layers)} layers ({', '.join(ends(layers))})")
+        parts += _adapters_in_words(lora, layers, {*stacked_weights(huggingface)})
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
@@ -184,11 +185,22 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     use_if_packed(huggingface, weights)
     packed = sum(sizes[name] for name in weights)
     of_4_bits = f", of which {packed:,} are held in 4 bits" if packed else ""
-    alone = f"; {OF_EXPERTS}" if lora is not None and has_experts(huggingface) else ""
+    alone = f"; {OF_EXPERTS}" if lora is not None and not lora.names_experts and has_experts(huggingface) else ""
     return (
         f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not"
         f"{of_4_bits}{alone}"
     )
+
+
+def _adapters_in_words(lora: LoraSpec, layers: Sequence[str], stacked: Collection[str]) -> Iterator[str]:
+    """Which of ``layers`` have adapters: linear ones, and experts where they are ``stacked`` tensors."""
+    linear = [name for name in layers if name not in stacked]
+    experts = [name for name in layers if name in stacked]
+    if linear:
+        yield f"adapters of rank {lora.rank} on {len(linear)} layers ({', '.join(ends(linear))})"
+    if experts:
+        of_layers = len({name.rpartition(".")[0] for name in experts})
+        yield f"adapters of rank {lora.rank_of_experts} on the experts of {of_layers} ({', '.join(ends(experts))})"
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

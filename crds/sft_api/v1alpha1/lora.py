@@ -4,9 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from sft_api.adapters import ALL_LINEAR
+from sft_api.adapters import ALL_LINEAR, EXPERTS, means_experts
 
-from .base import ApiModel, Rule, matches
+from .base import ApiModel, Rule, in_cel, matches
 
 Quantised = Literal["nf4", "mxfp4"]
 """A ``basePrecision`` that is no dtype: 4 bits for each weight, and what they are multiplied by."""
@@ -31,6 +31,10 @@ WeightsName = Annotated[
 ]
 
 
+_MEANS_EXPERTS = f"name.matches({in_cel(EXPERTS)})"
+_NAMES_EXPERTS = f"has(self.targetModules) && self.targetModules.exists(name, {_MEANS_EXPERTS})"
+
+
 class LoraSpec(ApiModel):
     """Low-rank adapters (LoRA): the model stays as it is, and what is added to its linear layers is trained."""
 
@@ -41,10 +45,16 @@ class LoraSpec(ApiModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         default=0.0, description="Probability with which an input of an adapter is dropped in training."
     )
+    expert_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None,
+        description="Rank of what is added to the weights of each expert, where targetModules names experts; rank when "
+        "absent. Scaled as all else.",
+    )
     target_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=128)] = Field(
         default_factory=lambda: [ALL_LINEAR],
         description="Linear layers that get adapters, by name or the end of it (q_proj, self_attn.q_proj); "
-        "all-linear: all of the model but its head. A name that no linear layer has is an error.",
+        "all-linear: all of the model but its head. Experts of a mixture only by a name that says so (experts, "
+        "experts.down_proj), also beside all-linear. A name that means nothing in the model is an error.",
     )
     exclude_modules: Annotated[list[ModuleName], Field(max_length=128)] = Field(
         default_factory=list, description="Of those, the ones that get none; by name or the end of it."
@@ -65,16 +75,40 @@ class LoraSpec(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            f"!has(self.targetModules) || !('{ALL_LINEAR}' in self.targetModules) || size(self.targetModules) == 1",
-            "lora.targetModules is all-linear, or names of modules: not both",
-            lambda self: ALL_LINEAR not in self.target_modules or len(self.target_modules) == 1,
+            f"!has(self.targetModules) || !('{ALL_LINEAR}' in self.targetModules) || self.targetModules.all(name, "
+            f"name == '{ALL_LINEAR}' || {_MEANS_EXPERTS})",
+            "lora.targetModules is all-linear, or names of modules: not both, but for names of experts",
+            lambda self: (
+                ALL_LINEAR not in self.target_modules
+                or all(name == ALL_LINEAR or means_experts(name) for name in self.target_modules)
+            ),
         ),
         Rule(
             f"!has(self.excludeModules) || !('{ALL_LINEAR}' in self.excludeModules)",
             "lora.excludeModules names modules: with all-linear nothing would be left to train",
             lambda self: ALL_LINEAR not in self.exclude_modules,
         ),
+        Rule(
+            f"!has(self.expertRank) || {_NAMES_EXPERTS}",
+            "lora.expertRank is that of experts: name them in lora.targetModules (experts), or leave it out",
+            lambda self: self.expert_rank is None or self.names_experts,
+        ),
+        Rule(
+            f"!(has(self.dropout) && self.dropout > 0.0) || !({_NAMES_EXPERTS})",
+            "lora.dropout is of linear layers, and lora.targetModules names experts, which have none: leave one out",
+            lambda self: not self.dropout or not self.names_experts,
+        ),
     )
+
+    @property
+    def names_experts(self) -> bool:
+        """Whether experts are to get adapters."""
+        return any(map(means_experts, self.target_modules))
+
+    @property
+    def rank_of_experts(self) -> int:
+        """Of the adapters of each expert."""
+        return self.rank if self.expert_rank is None else self.expert_rank
 
     @property
     def scaling(self) -> float:

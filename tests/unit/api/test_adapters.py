@@ -22,6 +22,35 @@ def chosen(*targets: str, without: tuple[str, ...] = ()) -> list[str]:
     return adapted(LINEAR, "lm_head", targets, without)
 
 
+STACKED = [f"model.layers.{block}.mlp.experts.{name}" for block in range(2) for name in ("gate_up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize(
+    ("targets", "without", "meant"),
+    [
+        (["all-linear"], [], []),
+        (["q_proj", "up_proj"], [], []),
+        (["experts"], [], STACKED),
+        (["all-linear", "mlp.experts"], ["experts.down_proj"], STACKED[::2]),
+        (["layers.1.mlp.experts", "out_proj"], [], STACKED[2:]),
+        (["experts.gate_up_proj"], ["layers.0.mlp.experts"], STACKED[2:3]),
+    ],
+)
+def test_experts_are_meant_by_names_that_say_so(targets: list[str], without: list[str], meant: list[str]) -> None:
+    found = adapted(LINEAR, "lm_head", targets, without, stacked=STACKED)
+    assert [name for name in found if "experts" in name] == meant
+    linear = [name for name in targets if "experts" not in name]
+    assert found == [*(chosen(*linear) if linear else []), *meant]
+
+
+def test_experts_that_are_trained_whole_or_excluded_get_none() -> None:
+    assert adapted(LINEAR, "lm_head", ["experts"], [], ["layers.0.mlp"], STACKED) == STACKED[2:]
+    with pytest.raises(AdapterError, match=r"leave nothing to train of gate_up_proj, down_proj"):
+        adapted(LINEAR, "lm_head", ["experts"], [], ["experts"], STACKED)
+    with pytest.raises(AdapterError, match=r"lora.targetModules names 'experts', and no linear layer"):
+        adapted(LINEAR, "lm_head", ["experts"], [])
+
+
 def test_all_linear_layers_but_the_head() -> None:
     assert chosen("all-linear") == LAYERS
     assert chosen("all-linear", without=("lm_head",)) == LAYERS
@@ -90,6 +119,14 @@ def test_alpha_and_the_base_are_as_rank_and_precision() -> None:
     assert not any(path.startswith("lora.") for path in Numbers.of(spec()).values)
 
 
+def test_a_rank_of_experts_that_is_that_of_the_others_is_no_number() -> None:
+    names = {"rank": 8, "targetModules": ["all-linear", "experts"]}
+    without = Numbers.of(spec(lora=names))
+    assert Numbers.of(spec(lora={**names, "expertRank": 8})) == without
+    other = Numbers.of(spec(lora={**names, "expertRank": 4}))
+    assert without.trained_differences(other) == ["lora.expertRank: not set -> 4"]
+
+
 def test_names_count_in_any_order_and_once() -> None:
     one, other = (Numbers.of(spec(lora={"targetModules": names})) for names in (["b", "a"], ["a", "b", "a"]))
     assert one == other
@@ -99,6 +136,7 @@ def test_names_count_in_any_order_and_once() -> None:
     ("field", "value", "fits"),
     [
         ("rank", 8, False),
+        ("targetModules", ["all-linear", "experts"], False),
         ("alpha", 7, False),
         ("targetModules", ["q_proj"], False),
         ("excludeModules", ["q_proj"], False),

@@ -192,8 +192,8 @@ def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder:
     leaves = {name.rpartition(".")[2] for name in adapted_layers(huggingface, lora)}
 
     assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    for name in ("gate", "gate_up_proj", "up_proj", "experts"):
-        there = "are q_proj, k_proj, v_proj, o_proj, lm_head; its experts are stacked .* write all-linear, or some of"
+    for name in ("gate", "gate_up_proj", "up_proj", "experts.gate", "experts.0.up_proj"):
+        there = "are q_proj, k_proj, v_proj, o_proj, lm_head; routers get no adapters, and experts where .* experts, or"
         with pytest.raises(ConfigError, match=f"lora.targetModules names '{name}', .* {there}"):
             adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))
 

@@ -100,7 +100,7 @@ def _is_there(target: Store, record: ExportRecord) -> bool:
 
 
 def _values(exported: Exported, shape: Shape) -> Values:
-    values = Values(exported.store, exported.manifest, exported.model.names, exported.base, shape.scaling, shape.packed)
+    values = Values(exported.store, exported.manifest, exported.model.names, exported.base, shape.added, shape.packed)
     values.check(shape.plan)
     return values
 

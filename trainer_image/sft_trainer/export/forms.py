@@ -1,7 +1,7 @@
 """What an export looks like: a whole model, or the adapters of one in the format of peft."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sft_api.adapters import named, shortest, within
@@ -16,7 +16,7 @@ from sft_api.place import (
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import add_adapters, is_adapter, linear_layers
+from sft_trainer.models.lora import Beside, adapters_beside, add_adapters, is_adapter, linear_layers, stacked_weights
 from sft_trainer.models.quantised import FORMATS, packed_weights
 from sft_trainer.models.tensors import tied_names
 
@@ -56,8 +56,8 @@ class Shape:
     plan: Plan
     adapter_config: Mapping[str, Any] | None = None
     """Content of the last file, where that is not the model's own configuration."""
-    scaling: float | None = None
-    """By what adapters are multiplied that are added to the weights; None where none are."""
+    added: Mapping[str, Beside] = field(default_factory=dict)
+    """Adapters that are added to the weights, by the canonical names of these."""
     packed: frozenset[str] = frozenset()
     """Names of weights that are what was trained beside, in 4 bits, and not what the base's files have."""
     either: bool = False
@@ -83,7 +83,8 @@ def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_
         return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
     if adapters.form == "model":
         plan = plan_export(model, model.stored_dtype, file_bytes)
-        return Shape("model", plan, scaling=adapters.lora.scaling, packed=_packed(model, adapters), either=True)
+        added = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
+        return Shape("model", plan, added=added, packed=_packed(model, adapters), either=True)
     config = _peft_config(adapters, model)
     return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
 
@@ -102,9 +103,11 @@ def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
 def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     """Fields of peft's ``LoraConfig`` for the adapters that ``model`` gets here."""
     linear, _ = linear_layers(model.huggingface)
+    stacked = stacked_weights(model.huggingface)
     lora = adapters.lora
-    alpha = lora.effective_alpha
-    layers = add_adapters(model.huggingface, lora, adapters.modules)
+    alpha = _number(lora.effective_alpha)
+    chosen = add_adapters(model.huggingface, lora, adapters.modules)
+    layers, experts = [name for name in chosen if name not in stacked], [name for name in chosen if name in stacked]
     base, revision = adapters.base_uri.removeprefix("file://"), ""
     if base.startswith("hf://"):
         base, _, revision = base.removeprefix("hf://").partition("@")
@@ -114,10 +117,10 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "revision": revision or None,
         "r": lora.rank,
-        # peft declares a whole number, and others that read the file take no 16.0 for one.
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
         "target_modules": shortest(layers, linear),
+        **(_of_experts(lora, shortest(experts, stacked, 2)) if experts else {}),
         "exclude_modules": None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -127,6 +130,21 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "modules_to_save": _modules_of_peft(model, adapters.modules) or None,
         "inference_mode": True,
     }
+
+
+def _of_experts(lora: LoraSpec, names: Sequence[str]) -> dict[str, Any]:
+    """Fields of peft's ``LoraConfig`` for adapters of experts, which are parameters of those ``names`` for it."""
+    rank = lora.rank_of_experts
+    if rank == lora.rank:
+        return {"target_parameters": names}
+    # One scale for all: who reads no patterns takes that of the other layers.
+    patterns = {"rank_pattern": rank, "alpha_pattern": _number(lora.scaling * rank)}
+    return {"target_parameters": names, **{field: dict.fromkeys(names, number) for field, number in patterns.items()}}
+
+
+def _number(value: float) -> float:
+    """``value`` as JSON: peft declares a whole number, and others that read the file take no 16.0 for one."""
+    return int(value) if float(value).is_integer() else value
 
 
 def _modules_of_peft(model: CausalLM, names: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.lora import A, StackedAdapter, stacked_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
 from sft_trainer.names.canonical import Part as CanonicalPart
 
@@ -48,6 +49,8 @@ class Part:
     place: Rectangle
     dtype: torch.dtype
     """That it is stored in."""
+    order: tuple[int, ...] = ()
+    """Of its dimensions in the file, where that is another; it is all of the tensor then."""
 
 
 @dataclass(frozen=True)
@@ -179,11 +182,31 @@ def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
         others.setdefault(parameter, []).append(other)
     entries = [
         Entry(f"{_PEFT_PREFIX}{name}", tuple(tensor.shape), _as_module(names.parts(parameter, tuple(tensor.shape))))
+        if (stacked := stacked_adapter(model.huggingface, parameter)) is None
+        else _of_experts(stacked, names.parts(parameter, tuple(tensor.shape)))
         for parameter, tensor in stored_tensors(model)
         if trains(parameter)
         for name in (parameter, *others.get(parameter, []))
     ]
     return Plan((File(EXPORT_ADAPTER, tuple(entries)),))
+
+
+def _of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPart]) -> Entry:
+    """A or B of the adapters of experts as peft has them: matrices of as many rows, or columns, as all ranks make.
+
+    A wrapper of the module for each of its parameters that is adapted, one within the other, the first the innermost.
+    """
+    (part,) = canonical
+    experts, *sizes = part.shape
+    name = f"{_PEFT_PREFIX}{adapter.module}.{'base_layer.' * adapter.within}{adapter.factor}"
+    whole = Rectangle.whole(part.shape)
+    if adapter.factor == A:
+        rank, inputs = sizes
+        return Entry(name, (experts * rank, inputs), (Part(part.name, part.shape, whole, torch.float32),))
+    outputs, rank = sizes
+    # Columns of one rank of all experts lie together.
+    parts = (Part(part.name, part.shape, whole, torch.float32, (1, 2, 0)),)
+    return Entry(name, (outputs, rank * experts), parts)
 
 
 def _as_module(canonical: Sequence[CanonicalPart]) -> tuple[Part, ...]:

@@ -4,9 +4,9 @@ Read in the order in which they are written, a bounded block at a time, the next
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from sft_trainer.checkpoint.pieces import MAX_PIECE_BYTES, rectangles, torch_dty
 from sft_trainer.checkpoint.reading import read_boxes
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
-from sft_trainer.models.lora import adapter_of
+from sft_trainer.models.lora import Beside
 from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.weights import load_weights
 from sft_trainer.names.canonical import Names
@@ -50,19 +50,20 @@ class Values:
         manifest: Manifest,
         names: Names,
         base: Callable[[], Base],
-        scaling: float | None = None,
+        added: Mapping[str, Beside] | None = None,
         packed: Collection[str] = (),
     ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
-        To weights beside which the checkpoint has adapters, these are added ``scaling`` times, unless that is None.
+        To those that it has in ``added``, by canonical name, adapters of the checkpoint are added.
         Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits.
         Raises CheckpointCorruptError, which names the checkpoint.
         """
         self._store = store
         self._manifest = manifest
         self._names = names
-        self._scaling = scaling
+        self._added = added or {}
+        self._stacked: tuple[Beside, Box, Box] | None = None
         self._packed = packed
         self._get_base = base
         self._base_folder: Path | None = None
@@ -127,39 +128,58 @@ class Values:
             if box.name in self._packed:
                 box.write(unpacked(pack(box.local), torch.float32))
             self._add_adapter(box, on_bytes)
-        return [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
+        values = [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
+        return [
+            value.permute(part.order).contiguous() if part.order else value
+            for value, part in zip(values, block, strict=True)
+        ]
 
     def _add_adapter(self, box: Box, on_bytes: OnBytes) -> None:
         """Add B A to ``box``, of the base, if it has an adapter; in fp32, to be rounded once."""
-        if not self._is_adapted(box.name):
+        beside = self._added.get(box.name)
+        if beside is None:
             return
-        a_name, b_name = adapter_of(box.name)
-        (rank, inputs), (outputs, _) = (self._shape(name) for name in (a_name, b_name))
-        (row, column), (rows, columns) = box.place.offsets, box.place.sizes
+        *experts, row, column = zip(box.place.offsets, box.place.sizes, strict=True)
+        if beside.turned:
+            row, column = column, row
+        (first, rows), (left, columns) = row, column
+        if not experts:
+            a, b = self._factors(beside, (left, columns), (first, rows), on_bytes)
+            box.local.addmm_(b.local, a.local, alpha=beside.scaling)
+            return
+        if self._stacked is None or self._stacked[0] != replace(beside, first=0):
+            # Read once for all experts: of a block there are few, of its pieces in the checkpoint many.
+            self._stacked = (replace(beside, first=0), *self._factors(beside, None, None, on_bytes))
+        ((expert, several),) = experts
+        first += beside.first
+        a_of = self._stacked[1].local[expert : expert + several, :, left : left + columns]
+        b_of = self._stacked[2].local[expert : expert + several, first : first + rows]
+        factors = (a_of.mT, b_of.mT) if beside.turned else (b_of, a_of)
+        box.local.baddbmm_(*factors, alpha=beside.scaling)
+
+    def _factors(
+        self, beside: Beside, inputs: tuple[int, int] | None, outputs: tuple[int, int] | None, on_bytes: OnBytes
+    ) -> tuple[Box, Box]:
+        """A and B, of the inputs and outputs from the first number on so many as the second; of all where None."""
+        a_place, b_place = Rectangle.whole(beside.a.shape), Rectangle.whole(beside.b.shape)
+        if inputs is not None and outputs is not None:
+            (rank, _) = beside.a.shape
+            a_place = Rectangle((0, inputs[0]), (rank, inputs[1]))
+            b_place = Rectangle((outputs[0], 0), (outputs[1], rank))
         a, b = (
-            Box(name, WEIGHT, shape, place, torch.empty(place.sizes))
-            for name, shape, place in (
-                (a_name, (rank, inputs), Rectangle((0, column), (rank, columns))),
-                (b_name, (outputs, rank), Rectangle((row, 0), (rows, rank))),
-            )
+            Box(factor.name, WEIGHT, factor.shape, place, torch.empty(place.sizes))
+            for factor, place in ((beside.a, a_place), (beside.b, b_place))
         )
         try:
             read_boxes([a, b], self._store, self._manifest, self._index, on_bytes)
         except CheckpointCorruptError as error:
             raise self._damaged(error) from error
-        box.local.addmm_(b.local, a.local, alpha=self._scaling or 0.0)
-
-    def _is_adapted(self, name: str) -> bool:
-        """Whether an adapter is added to the tensor ``name``."""
-        return self._scaling is not None and (adapter_of(name)[0], WEIGHT) in self._index.numbers
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._index.tensors[self._index.numbers[name, WEIGHT]].shape
+        return a, b
 
     def _box(self, part: Part) -> Box:
         number = self._index.numbers.get((part.name, WEIGHT))
         dtype = part.dtype if number is None else torch_dtype(self._index.tensors[number])
-        if self._is_adapted(part.name) or part.name in self._packed:
+        if part.name in self._added or part.name in self._packed:
             # As training read it: rounded to what it is stored in only then.
             dtype = torch.float32
         return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
@@ -175,19 +195,22 @@ class Values:
 
 
 def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
-    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint."""
+    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint.
+
+    What lies in the file in another order is not cut: adapters of experts, which are small.
+    """
     block: list[Part] = []
     filled = 0
     for part in parts:
         number = index.numbers.get((part.name, WEIGHT))
         itemsize = part.dtype.itemsize if number is None else index.tensors[number].itemsize
         ends = np.zeros(0, np.int64) if number is None or not part.shape else _row_ends(index, number)
-        for place in _cut(part.place, itemsize, ends):
+        for place in [part.place] if part.order else _cut(part.place, itemsize, ends):
             nbytes = math.prod(place.sizes) * itemsize
             if block and filled + nbytes > BLOCK_BYTES:
                 yield block
                 block, filled = [], 0
-            block.append(Part(part.name, part.shape, place, part.dtype))
+            block.append(replace(part, place=place))
             filled += nbytes
     if block:
         yield block

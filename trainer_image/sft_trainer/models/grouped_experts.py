@@ -2,7 +2,7 @@
 
 Those of gpt-oss have biases, and gate and up in turn, both clamped. transformers' ``grouped_mm`` adds biases in place
 to what the product gave: selective checkpointing keeps that, and would have it with biases already added when it is
-computed with again. And those of any mixture may be packed (``packed_rows``).
+computed with again. And those of any mixture may be packed (``packed_rows``), or have adapters (``lora``).
 """
 
 from collections.abc import Iterable
@@ -19,6 +19,10 @@ IMPLEMENTATION = "sft_grouped_experts"
 """Name under which the function is registered with transformers."""
 PACKED = "packed"
 """What of a module of experts says the format of each of its weights that are packed, by name."""
+ADAPTERS = "adapters"
+"""What of it has the adapters of its weights, by name."""
+MULTIPLE = 8
+"""Numbers: a row of a factor of the product is a multiple of so many, in any dtype whole 16 bytes."""
 
 
 def _gated(inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -87,18 +91,19 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
     """Of ``hidden`` (tokens, width) what its ``chosen`` experts make of each token, times ``weights``, summed.
 
     ``chosen`` and ``weights`` are (tokens, experts of each). ``module`` has ``gate_up_proj`` (experts, 2 inner, width)
-    and ``down_proj`` (experts, width, inner), or both transposed, either of them packed or not. Those with biases have
-    the gate in even columns and up in odd ones.
+    and ``down_proj`` (experts, width, inner), or both transposed, either of them packed or not, with adapters or not.
+    Those with biases have the gate in even columns and up in odd ones.
     """
     each = chosen.shape[-1]
     experts, order = chosen.flatten().sort()
     # Where the rows of every expert end; no number leaves the device.
     numbers = torch.arange(module.num_experts, device=experts.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
-    turned, packed = module.is_transposed, getattr(module, PACKED, {})
+    turned, packed, adapters = module.is_transposed, getattr(module, PACKED, {}), getattr(module, ADAPTERS, {})
 
     def product_with(inputs: torch.Tensor, name: str) -> torch.Tensor:
-        return grouped_linear(inputs, getattr(module, name), ends, turned=turned, packed=packed.get(name))
+        product = grouped_linear(inputs, getattr(module, name), ends, turned=turned, packed=packed.get(name))
+        return product + adapters[name](inputs, ends) if name in adapters else product
 
     product = product_with(hidden[order // each], "gate_up_proj")
     if module.has_bias:
@@ -124,5 +129,10 @@ def register() -> None:
 def use_if_packed(huggingface: Any, weights: Iterable[str]) -> None:
     """Have all experts of the Hugging Face model ``huggingface`` computed by it where some are among ``weights``."""
     if any(huggingface.get_parameter(name).ndim == 3 for name in weights):
-        register()
-        huggingface.set_experts_implementation(IMPLEMENTATION)
+        use(huggingface)
+
+
+def use(huggingface: Any) -> None:
+    """Have all experts of the Hugging Face model ``huggingface`` computed by it."""
+    register()
+    huggingface.set_experts_implementation(IMPLEMENTATION)

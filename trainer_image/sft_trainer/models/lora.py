@@ -3,21 +3,27 @@
 As Hu et al. 2021 (arXiv 2106.09685) describe it, and peft computes it. A layer keeps the name of its weight, so the
 base is read from hub files as without adapters; theirs are ``<layer>.lora_A.weight`` (rank, inputs) and
 ``<layer>.lora_B.weight`` (outputs, rank).
+
+Experts, whose weights are stacked in a tensor, have theirs stacked in ``<experts>.adapters.<tensor>``, one for each.
 """
 
 import hashlib
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from sft_api.adapters import AdapterError, adapted, of_experts
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
+from sft_trainer.names.canonical import Names, Part
 
+from . import grouped_experts
 from .experts import has_experts
 from .nf4 import linear
 
@@ -28,12 +34,6 @@ A, B = "lora_A.weight", "lora_B.weight"
 def is_adapter(name: str) -> bool:
     """Whether the parameter ``name``, canonical or of a module, is that of an adapter."""
     return name.endswith((f".{A}", f".{B}"))
-
-
-def adapter_of(weight: str) -> tuple[str, str]:
-    """Names of A and B beside the weight of that name, whether it has them or not."""
-    layer = weight.removesuffix("weight")
-    return f"{layer}{A}", f"{layer}{B}"
 
 
 class LoraLinear(nn.Linear):
@@ -55,6 +55,45 @@ class LoraLinear(nn.Linear):
         lower: torch.Tensor = self.lora_A(self.lora_dropout(inputs)) * self.scaling
         added: torch.Tensor = self.lora_B(lower)
         return result + added
+
+
+class _Stacked(nn.Module):
+    """As many matrices as there are experts, as one parameter ``weight``."""
+
+    def __init__(self, experts: int, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs, device=device, dtype=torch.float32))
+
+
+class ExpertsAdapter(nn.Module):
+    """What is added to the products of experts with their weights that are stacked in one tensor.
+
+    Gate and up are one tensor, and so have one A, as they have for peft.
+    """
+
+    def __init__(self, stacked: torch.Tensor, rank: int, scaling: float, *, turned: bool) -> None:
+        """``stacked`` is (experts, outputs, inputs), or ``turned`` (experts, inputs, outputs)."""
+        super().__init__()
+        experts, *sizes = stacked.shape
+        outputs, inputs = reversed(sizes) if turned else sizes
+        self.lora_A = _Stacked(experts, rank, inputs, stacked.device)
+        self.lora_B = _Stacked(experts, outputs, rank, stacked.device)
+        self.scaling = scaling
+
+    def forward(self, inputs: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Of ``inputs`` (tokens, inputs), sorted by expert and ended by ``ends``, (tokens, outputs)."""
+        a: torch.Tensor = self.lora_A.weight
+        b: torch.Tensor = self.lora_B.weight
+        # A product for all experts takes rows of whole 16 bytes only.
+        if missing := -a.shape[1] % grouped_experts.MULTIPLE:
+            a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
+        lower = grouped_experts.grouped_linear(inputs, a, ends, turned=False) * self.scaling
+        return grouped_experts.grouped_linear(lower, b, ends, turned=False)
+
+
+def stacked_weights(huggingface: Any) -> list[str]:
+    """Names of the tensors in which a Hugging Face model has the weights of its experts, in order."""
+    return [name for name, weight in huggingface.named_parameters() if weight.ndim == 3 and not is_adapter(name)]
 
 
 def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
@@ -80,24 +119,93 @@ def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
 
 
 def adapted_layers(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
-    """Names of the layers of ``huggingface`` that get adapters, where all of the modules ``trained`` is trained;
-    ``ConfigError`` for names that it does not have."""
+    """Names of the layers of ``huggingface`` that get adapters, and of tensors of experts, where all of the modules
+    ``trained`` is trained; ``ConfigError`` for names that it does not have."""
     names, head = linear_layers(huggingface)
     try:
-        return adapted(names, head, lora.target_modules, lora.exclude_modules, trained)
+        return adapted(names, head, lora.target_modules, lora.exclude_modules, trained, stacked_weights(huggingface))
     except AdapterError as error:
         raise ConfigError(of_experts(error) if has_experts(huggingface) else str(error)) from error
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
     """Put adapters into ``huggingface`` (on the meta device), but not into the modules ``trained``, all of which is
-    trained; the names of the layers that got one, in order."""
-    chosen = adapted_layers(huggingface, lora, trained)
+    trained; the names of the layers, and of tensors of experts, that got one, in order."""
+    chosen, stacked = adapted_layers(huggingface, lora, trained), {*stacked_weights(huggingface)}
     for name in chosen:
         module, _, leaf = name.rpartition(".")
-        layer = LoraLinear(huggingface.get_submodule(name), lora.rank, lora.scaling, lora.dropout)
-        setattr(huggingface.get_submodule(module), leaf, layer)
+        parent = huggingface.get_submodule(module)
+        if name in stacked:
+            adapter = ExpertsAdapter(
+                getattr(parent, leaf), lora.rank_of_experts, lora.scaling, turned=parent.is_transposed
+            )
+            if not hasattr(parent, grouped_experts.ADAPTERS):
+                parent.add_module(grouped_experts.ADAPTERS, nn.ModuleDict())
+            getattr(parent, grouped_experts.ADAPTERS)[leaf] = adapter
+        else:
+            setattr(parent, leaf, LoraLinear(parent.get_submodule(leaf), lora.rank, lora.scaling, lora.dropout))
+    if not stacked.isdisjoint(chosen):
+        grouped_experts.use(huggingface)
     return chosen
+
+
+@dataclass(frozen=True)
+class StackedAdapter:
+    """Where a parameter of the adapters of experts belongs."""
+
+    module: str
+    """Name of the module with the experts."""
+    within: int
+    """How many tensors with adapters the module has behind the one that these are beside."""
+    factor: str
+    """A or B."""
+
+
+def stacked_adapter(huggingface: Any, parameter: str) -> StackedAdapter | None:
+    """Where the ``parameter`` of ``huggingface`` belongs; None where it is none of an adapter of experts."""
+    module, *names = parameter.rsplit(".", 4)
+    if len(names) < 4 or names[0] != grouped_experts.ADAPTERS or not is_adapter(parameter):
+        return None
+    _, leaf, *factor = names
+    adapted = [*getattr(huggingface.get_submodule(module), grouped_experts.ADAPTERS)]
+    return StackedAdapter(module, len(adapted) - 1 - adapted.index(leaf), ".".join(factor))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The adapter of a canonical tensor: what is to be added to it is ``scaling`` times the product of B and A."""
+
+    a: Part
+    """(rank, inputs), of experts (experts, rank, inputs)."""
+    b: Part
+    """(outputs, rank), of experts (experts, outputs, rank)."""
+    scaling: float
+    first: int = 0
+    """Which of its outputs is the first of the tensor: gate and up share an adapter."""
+    turned: bool = False
+    """Whether the tensor is (experts, inputs, outputs)."""
+
+
+def adapters_beside(huggingface: Any, names: Names, lora: LoraSpec, trained: Collection[str] = ()) -> dict[str, Beside]:
+    """The adapters that ``add_adapters`` would put into ``huggingface``, by the canonical name of what they are beside.
+
+    ``names`` are those of its architecture.
+    """
+    found, stacked = dict[str, Beside](), {*stacked_weights(huggingface)}
+    for name in adapted_layers(huggingface, lora, trained):
+        of_experts = name in stacked
+        weight = name if of_experts else f"{name}.weight"
+        module, _, leaf = name.rpartition(".")
+        adapter = f"{module}.{grouped_experts.ADAPTERS}.{leaf}" if of_experts else name
+        turned = of_experts and huggingface.get_submodule(module).is_transposed
+        shape = tuple(huggingface.get_parameter(weight).shape)
+        *experts, outputs, inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        rank = lora.rank_of_experts if of_experts else lora.rank
+        (a,) = names.parts(f"{adapter}.{A}", (*experts, rank, inputs))
+        (b,) = names.parts(f"{adapter}.{B}", (*experts, outputs, rank))
+        for part in names.parts(weight, shape):
+            found[part.name] = Beside(a, b, lora.scaling, 0 if turned else part.start[-2], turned)
+    return found
 
 
 @torch.no_grad()
@@ -110,15 +218,26 @@ def initialize_adapters(boxes: Iterable[Box], lora: LoraSpec, seed: int) -> None
         if box.name.endswith(f".{B}"):
             box.local.detach().zero_()
         elif box.name.endswith(f".{A}"):
-            digest = hashlib.sha256(f"{seed} {box.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            whole = torch.empty(box.shape)
-            rank, inputs = box.shape
-            if lora.init_method == "gaussian":
-                whole.normal_(std=1 / rank, generator=generator)
-            else:
-                # Kaiming's uniform distribution with a = sqrt(5), as torch fills a linear layer.
-                bound = 1 / math.sqrt(inputs)
-                whole.uniform_(-bound, bound, generator=generator)
+            *experts, rank, inputs = box.shape
             offsets, sizes = box.place.offsets, box.place.sizes
-            box.write(whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))])
+            part = tuple(slice(o, o + n) for o, n in zip(offsets[-2:], sizes[-2:], strict=True))
+            # Of each expert by itself: a process draws those that it has.
+            held = range(offsets[0], offsets[0] + sizes[0]) if experts else [None]
+            values = [_first_values(_named(box.name, expert), rank, inputs, lora, seed)[part] for expert in held]
+            if values:
+                box.write(torch.stack(values) if experts else values[0])
+
+
+def _named(name: str, expert: int | None) -> str:
+    return name if expert is None else f"{name} {expert}"
+
+
+def _first_values(name: str, rank: int, inputs: int, lora: LoraSpec, seed: int) -> torch.Tensor:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    whole = torch.empty(rank, inputs)
+    if lora.init_method == "gaussian":
+        return whole.normal_(std=1 / rank, generator=generator)
+    # Kaiming's uniform distribution with a = sqrt(5), as torch fills a linear layer.
+    bound = 1 / math.sqrt(inputs)
+    return whole.uniform_(-bound, bound, generator=generator)
