@@ -253,3 +253,10 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
     assert f"{besides} |" in told["qwen3_moe"]
     # And files in MXFP4 are refused beside its config
     assert f"{besides}; files in MXFP4 take no such config: they are loaded with `Mxfp4Config(" in told["gpt_oss"]
+    # Nor has peft adapters beside experts in 4 bits: it keeps what they add from one forward pass to the next
+    lora = {**sections["lora"], "rank": 8, "expertRank": 4, "targetModules": ["all-linear", "experts"]}
+    asked = resolve(job(Path("/in"), Path("/out"), **{**sections, "lora": lora}))
+    card = model_card(asked, what.manifest, build_on_meta(tmp_path / "qwen3_moe"))
+    assert "| adapters | rank 8, of experts rank 4, alpha" in card
+    assert "weights in 4 bits: of experts too, beside which peft puts no adapters: these load beside" in card
+    assert "BitsAndBytesConfig" not in card

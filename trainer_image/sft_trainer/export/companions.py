@@ -89,7 +89,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     lora, modules = config.spec.lora, config.spec.training.trainable_modules
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
-        facts["adapters"] = f"rank {lora.rank}, alpha {lora.effective_alpha:g}"
+        of_experts = f", of experts rank {lora.rank_of_experts}" if lora.names_experts else ""
+        facts["adapters"] = f"rank {lora.rank}{of_experts}, alpha {lora.effective_alpha:g}"
         if lora.quantised == "nf4":
             facts["trained beside"] = "weights in 4 bits: " + (
                 _in_4_bits(config, model) if peft else "these are as they were rounded, and need no quantisation"
@@ -115,6 +116,11 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
 
 def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:
     """How transformers loads the model as adapters were trained beside it; left out, bitsandbytes computes in fp32."""
+    if config.spec.lora is not None and config.spec.lora.names_experts:
+        return (
+            "of experts too, beside which peft puts no adapters: these load beside the model as it is, and compute a "
+            "little else there; an export with `mergeAdapter` is what was trained"
+        )
     computed = {"bf16": "bfloat16", "fp32": "float32"}[config.plan.precision]
     options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}"'
     loaded = f"`BitsAndBytesConfig({options})`"
