@@ -5,8 +5,8 @@ max_rel_error    worst relative error of loss, gradient, gradient norm and evalu
                  modules that are trained alone, and gradients that each process adds up for itself and sums with the
                  others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model),
                  of mixtures of experts with the loss of their routers, which share tokens and are compiled too, of
-                 adapters against peft, which are compared after three steps too, also beside a base in 4 bits; at most
-                 1e-6
+                 adapters against peft, which are compared after three steps too, also beside a base in 4 bits, and of
+                 adapters of experts; at most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -56,6 +56,7 @@ _MIXED: dict[str, tuple[int, str, dict[str, Any]]] = {
     "mixture_compiled_2": (2, "mixtral", {"compile": True}),
 }
 """Runs of mixtures of experts with the loss of their routers: processes, type, and what is chosen for them besides."""
+_ROUNDED, _PUBLISHED = {"basePrecision": "nf4"}, {"basePrecision": "mxfp4"}
 _IN_4_BITS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "4_bits_1": (1, "", {"activationCheckpointing": "none"}),
     "4_bits_2": (2, "", {"activationCheckpointing": "selective"}),
@@ -63,14 +64,24 @@ _IN_4_BITS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "4_bits_experts_1": (1, "gpt_oss", {"activationCheckpointing": "selective"}),
     "4_bits_experts_2": (2, "qwen3_moe", {"activationCheckpointing": "none"}),
     "4_bits_experts_compiled_2": (2, "mixtral", {"compile": True}),
-    "4_bits_as_published_1": (1, "gpt_oss", {"base": "mxfp4", "activationCheckpointing": "none"}),
+    "4_bits_as_published_1": (1, "gpt_oss", {"lora": _PUBLISHED, "activationCheckpointing": "none"}),
 }
 """Runs with adapters beside a base in 4 bits, compared with peft beside one that was rounded: processes, the type of a
 mixture of experts, and what is chosen for them; NF4 where no other base is."""
+OF_EXPERTS = {"targetModules": ["all-linear", "experts"], "expertRank": 3}
+"""Adapters of all that can have some; those of experts of a rank that no product takes as it is."""
+_BESIDE_EXPERTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "adapters_experts_1": (1, "gpt_oss", {"activationCheckpointing": "selective"}),
+    "adapters_experts_2": (2, "qwen3_moe", {"routerAuxLossCoefficient": 0.1, "activationCheckpointing": "full"}),
+    # A rank that a product takes.
+    "adapters_experts_compiled_2": (2, "mixtral", {"lora": {**OF_EXPERTS, "expertRank": 8}, "compile": True}),
+    "adapters_experts_4_bits_2": (2, "qwen2_moe", {"lora": {**OF_EXPERTS, **_ROUNDED}}),
+}
+"""Runs with adapters of experts: processes, type, and what is chosen for them."""
 _DISTURBED: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "dropout": 0.1}},
-    "4_bits": {"lora": {"rank": 4, "basePrecision": "nf4"}},
-    "4_bits_experts": {"lora": {"rank": 4, "basePrecision": "nf4"}},
+    "4_bits": {"lora": {"rank": 4, **_ROUNDED}},
+    "4_bits_experts": {"lora": {"rank": 4, **OF_EXPERTS, **_ROUNDED}},
     "dtypes": {
         "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
@@ -126,10 +137,11 @@ def main() -> int:
             figures = checks.against_peft(model, work / name, processes=processes, steps=3)
             note_all(name, figures)
         wider = wider_inputs(work / "inputs", work / "wider-inputs")
-        for name, (processes, kind, chosen) in _IN_4_BITS.items():
-            chosen = {"base": "nf4", **chosen}
-            # Rows are whole blocks: of 32 weights in MXFP4, of 64 in NF4.
-            width = 32 if chosen["base"] == "mxfp4" else 64
+        beside = {name: (each[0], each[1], {"lora": _ROUNDED, **each[2]}) for name, each in _IN_4_BITS.items()}
+        beside |= {name: (each[0], each[1], {"lora": OF_EXPERTS, **each[2]}) for name, each in _BESIDE_EXPERTS.items()}
+        for name, (processes, kind, chosen) in beside.items():
+            # Rows are whole blocks of 64 weights in NF4.
+            width = 64 if chosen["lora"].get("basePrecision") == "nf4" else 32
             model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width) if kind else wider
             figures = checks.against_peft(model, work / name, processes=processes, steps=3, **chosen)
             note_all(name, figures)

@@ -21,9 +21,10 @@ from sft_trainer.optim import learning_rate
 from sft_trainer.preparation import prepare
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
+from tests.adapters_of_peft import plain_name
 from tests.worker_processes import descendants, is_worker
 
-from .reference import peft_model, plain_name, reference_loss, reference_model, reference_steps
+from .reference import peft_model, reference_loss, reference_model, reference_steps
 from .runs import capture, manifest, resolve, step_records
 
 Gradients = list[dict[str, torch.Tensor]]
@@ -118,17 +119,17 @@ def _aux_error(store: Path, expected: list[float]) -> dict[str, float]:
 
 
 def against_peft(
-    inputs: Path, work: Path, *, processes: int, steps: int, base: str = "fp32", **chosen: Any
+    inputs: Path, work: Path, *, processes: int, steps: int, lora: dict[str, Any] | None = None, **chosen: Any
 ) -> dict[str, float]:
     """Losses and gradients of adapters, and what they are after ``steps``, against peft in a plain loop.
 
-    ``base`` is the precision of what is frozen, ``chosen`` goes into the section ``training``.
+    ``lora`` is merged into the section of that name, ``chosen`` goes into the section ``training``.
     """
     job = manifest(
         inputs,
         work / "store",
         processes=processes,
-        lora={"rank": 4, "alpha": 16, "excludeModules": ["k_proj"], "basePrecision": base},
+        lora={"rank": 4, "alpha": 16, "excludeModules": ["k_proj"], "basePrecision": "fp32", **(lora or {})},
         training={"steps": steps, "globalBatchSize": 32, "optimizer": {"learningRate": 1e-2, "eps": 1e-4}, **chosen},
         data={"trainOn": "allAssistantMessages"},
     )
@@ -142,6 +143,7 @@ def against_peft(
         "loss": loss_error(work / "store", [step.loss for step in expected]),
         "gradients": relative_error(captured, [step.gradients for step in expected]),
         "norm": norm_error(work / "store", [step.grad_norm for step in expected]),
+        **_aux_error(work / "store", [step.aux_loss for step in expected]),
         "adapters": relative_error([{plain_name(name): value for name, value in adapters.items()}], [wanted]),
     }
 

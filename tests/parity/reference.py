@@ -14,12 +14,15 @@ from torch.nn.functional import cross_entropy
 
 from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.models.nf4 import VALUES
+from sft_trainer.names.canonical import Names
 from sft_trainer.prepared import Prepared
+from tests.adapters_of_peft import as_here, experts_of
 
 
 @dataclass
@@ -55,8 +58,9 @@ def peft_model(config: TrainerConfig) -> Any:
 
     lora = config.spec.lora
     assert lora is not None
-    assert lora.target_modules == ["all-linear"]
+    assert lora.target_modules in (["all-linear"], ["all-linear", "experts"])
     plain = reference_model(config)
+    experts, names = experts_of(plain), Names.of(plain.config)
     if lora.quantised == "nf4":
         with torch.no_grad():
             for name, weight in plain.named_parameters():
@@ -68,14 +72,28 @@ def peft_model(config: TrainerConfig) -> Any:
         target_modules=_linear_layers(plain) if has_experts(plain) else "all-linear",
         exclude_modules=lora.exclude_modules or None,
         task_type="CAUSAL_LM",
+        **(_of_experts(lora) if lora.names_experts else {}),
     )
     model = get_peft_model(plain, options)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape = tuple(parameter.shape)
-            box = Box(plain_name(name), WEIGHT, shape, Rectangle.whole(shape), parameter.data)
+            ours, values = as_here(name, parameter.data, experts)
+            shape = tuple(values.shape)
+            (part,) = names.parts(ours, shape)
+            box = Box(part.name, WEIGHT, shape, Rectangle.whole(shape), values)
             initialize_adapters([box], lora, config.spec.training.seed)
     return model
+
+
+def _of_experts(lora: LoraSpec) -> dict[str, Any]:
+    """What a ``LoraConfig`` says of adapters of both tensors of experts, of another rank, and as strong as all."""
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    rank = lora.rank_of_experts
+    return {
+        "target_parameters": names,
+        "rank_pattern": dict.fromkeys(names, rank),
+        "alpha_pattern": dict.fromkeys(names, lora.scaling * rank),
+    }
 
 
 def _rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
@@ -90,11 +108,6 @@ def _linear_layers(model: Any) -> list[str]:
     """Names of all but the head: by ``all-linear`` peft means the stacked experts of some types as well."""
     head = model.get_output_embeddings()
     return [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and part is not head]
-
-
-def plain_name(name: str) -> str:
-    """What the adapter that peft calls ``name`` is called in checkpoints."""
-    return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
 @torch.no_grad()
@@ -118,6 +131,7 @@ def reference_steps(
     """Train the model, or ``model``, with learning rates ``rates``, one step for each."""
     model = model or reference_model(config)
     model.train()
+    experts = experts_of(model)
     options = config.spec.training.optimizer
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = {name for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
@@ -155,7 +169,9 @@ def reference_steps(
                 loss = _loss(model, *example) / trained
                 loss.backward()
                 total += loss.item()
-        gradients = {plain_name(name): p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        gradients = dict(
+            as_here(name, p.grad.clone(), experts) for name, p in model.named_parameters() if p.grad is not None
+        )
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
         steps.append(ReferenceStep(total, gradients, norm.item(), total_aux))
         for group in optimizer.param_groups:

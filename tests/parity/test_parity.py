@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parity import checks
-from tests.parity.__main__ import LIMIT
+from tests.parity.__main__ import LIMIT, OF_EXPERTS
 from tests.parity.mixtures import make_mixture
 
 _LESS_MEMORY = {"activationCheckpointing": "selective", "strategy": {"cpuOffload": True}}
@@ -52,13 +52,18 @@ def test_mixtures_of_experts_and_the_loss_of_their_routers_equal_a_plain_loop(
     assert checks.worst(figures.values()) <= LIMIT, figures
 
 
-@pytest.mark.parametrize(("processes", "kind"), [(1, ""), (2, ""), (1, "qwen3_moe"), (2, "qwen2_moe")])
-def test_adapters_are_those_of_peft(processes: int, kind: str, tiny_inputs: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processes", "kind", "lora"),
+    [(1, "", {}), (2, "", {}), (1, "qwen3_moe", {}), (2, "qwen2_moe", {}), (2, "gpt_oss", OF_EXPERTS)],
+)
+def test_adapters_are_those_of_peft(
+    processes: int, kind: str, lora: dict[str, Any], tiny_inputs: Any, tmp_path: Path
+) -> None:
     inputs = tiny_inputs.model.parent
     if kind:
         inputs = make_mixture(inputs, tmp_path / "inputs", kind)
 
-    figures = checks.against_peft(inputs, tmp_path / "run", processes=processes, steps=2)
+    figures = checks.against_peft(inputs, tmp_path / "run", processes=processes, steps=2, lora=lora)
 
     assert checks.worst(figures.values()) <= LIMIT, figures
 

@@ -16,6 +16,7 @@ from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.experts import PROVEN
 from sft_trainer.strategies.fsdp import FsdpStrategy
+from tests.adapters_of_peft import as_here, experts_of
 from tests.exports import export, exported, save
 from tests.tensors import gathered
 from tests.unit.trainer.test_lora import BINS, TRAINED, filled, strategy, their_loss
@@ -32,21 +33,6 @@ def exports(of: FsdpStrategy, folder: Path, lora: dict[str, Any], form: Any, tar
     adapters = Adapters(LoraSpec.model_validate(lora), form, f"file://{folder}")
     export(replace(exported(store, manifest, folder), adapters=adapters), LocalStore(target))
     return target
-
-
-def as_ours(name: str, value: torch.Tensor, experts: int) -> tuple[str, torch.Tensor]:
-    """The name here, and the layout, of what peft calls ``name``, an adapter of ``experts`` or of a layer."""
-    name = name.removeprefix("base_model.model.").replace(".default.", ".")
-    module, _, factor = name.partition(".experts.")
-    if not factor:
-        return name, value
-    leaf = "gate_up_proj" if factor.startswith("base_layer.") else "down_proj"
-    factor = factor.removeprefix("base_layer.")
-    if factor == "lora_A.weight":
-        value = value.reshape(experts, -1, value.shape[-1])
-    else:
-        value = value.reshape(value.shape[0], -1, experts).permute(2, 0, 1)
-    return f"{module}.experts.adapters.{leaf}.{factor}", value
 
 
 @pytest.mark.parametrize("kind", PROVEN)
@@ -78,8 +64,8 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
         for name, parameter in ours.model.huggingface.named_parameters()
         if parameter.grad is not None
     }
-    experts = next(parameter.shape[0] for name, parameter in found.items() if ".experts." in name)
-    wanted = dict(as_ours(name, p.grad, experts) for name, p in theirs.named_parameters() if p.grad is not None)
+    experts = experts_of(merged)
+    wanted = dict(as_here(name, p.grad, experts) for name, p in theirs.named_parameters() if p.grad is not None)
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert (found[name] - gradient).norm() <= 5e-6 * gradient.norm() + 1e-9, name

@@ -21,6 +21,7 @@ from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
+from tests.adapters_of_peft import plain_name
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
@@ -75,15 +76,11 @@ def as_peft(reference: Any, lora: LoraSpec, values: dict[str, torch.Tensor], tar
     )
     model = get_peft_model(reference, config)
     theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert {_ours(name) for name in theirs} == values.keys()
+    assert {plain_name(name) for name in theirs} == values.keys()
     with torch.no_grad():
         for name, parameter in theirs.items():
-            parameter.copy_(values[_ours(name)])
+            parameter.copy_(values[plain_name(name)])
     return model
-
-
-def _ours(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
 FAMILIES: list[tuple[str, dict[str, Any]]] = [
@@ -124,7 +121,9 @@ def test_the_layers_are_those_that_peft_would_choose(
     theirs = get_peft_model(
         reference, LoraConfig(target_modules=chosen, exclude_modules=without or None, task_type="CAUSAL_LM")
     )
-    expected = {_ours(name).removesuffix(".lora_A.weight") for name, _ in theirs.named_parameters() if "lora_A" in name}
+    expected = {
+        plain_name(name).removesuffix(".lora_A.weight") for name, _ in theirs.named_parameters() if "lora_A" in name
+    }
 
     assert expected == set(adapted_layers(build_on_meta(tmp_path).huggingface, lora))
 
@@ -148,7 +147,7 @@ def test_loss_and_gradients_are_those_of_peft(
 
     # Then it is the same, and so are the gradients of the adapters; nothing else has any
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
-    wanted = {_ours(name): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    wanted = {plain_name(name): p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     found = {
         name: gathered(parameter.grad)
         for name, parameter in ours.model.huggingface.named_parameters()
@@ -199,7 +198,7 @@ def test_after_steps_the_adapters_are_those_of_peft_and_the_base_is_as_it_was(tm
     # Then the adapters are equal, and have moved
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(adapters_of(ours)[_ours(name)], parameter.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(adapters_of(ours)[plain_name(name)], parameter.detach(), rtol=1e-5, atol=1e-6)
     assert all(value.abs().max() > 1e-3 for name, value in adapters_of(ours).items() if "lora_B" in name)
 
     # And the base is what it was to the last bit; there are no moments but those of adapters
@@ -315,7 +314,7 @@ def test_adapters_start_as_those_of_peft(method: Any) -> None:
         torch.nn.Sequential(torch.nn.Linear(512, 256, bias=False)),  # type: ignore[arg-type]
         LoraConfig(r=64, target_modules=["0"], init_lora_weights=start),
     )
-    theirs = {_ours(name): parameter for name, parameter in model.named_parameters()}["0.lora_A.weight"]
+    theirs = {plain_name(name): parameter for name, parameter in model.named_parameters()}["0.lora_A.weight"]
 
     ours = values(method, "0.lora_A.weight", (64, 512))
 
