@@ -40,6 +40,7 @@ BINS = (
     EMPTY,
 )
 BALANCED = {"routerAuxLossCoefficient": 0.5}
+OF_EXPERTS = {"rank": 4, "targetModules": ["all-linear", "experts"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,6 +112,9 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("mixtral", {"output_router_logits": True}, None, {**BALANCED, "activationCheckpointing": "selective"}, 2),
         ("olmoe", {}, {"rank": 4}, {**BALANCED, "activationCheckpointing": "full"}, 3),
         ("qwen2_moe", {}, None, BALANCED, 2),
+        ("qwen3_moe", {}, OF_EXPERTS, {**BALANCED, "activationCheckpointing": "full"}, 3),
+        ("mixtral", {}, {**OF_EXPERTS, "expertRank": 8}, {"activationCheckpointing": "selective"}, 3),
+        ("gpt_oss", {"sliding_window": 4}, OF_EXPERTS, {}, 4),
         ("granitemoeshared", {}, None, BALANCED, 2),
         ("granitemoe", {}, None, BALANCED, 2),
         ("flex_olmo", {}, None, BALANCED, 2),

@@ -44,6 +44,7 @@ _MOST_TOKENS = 56
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 TOKENS = sum(len(bin_.input_ids) for bin_ in BINS)
 BALANCED = {"routerAuxLossCoefficient": 0.5}
+_OF_EXPERTS = {"rank": 4, "targetModules": ["all-linear", "experts"]}
 
 
 @dataclass
@@ -81,6 +82,14 @@ CASES = {
         4, 2, "qwen3_moe", spec={"training": {**BALANCED, "activationCheckpointing": "selective"}}
     ),
     "the loss of routers of several bins at once": Case(4, 4, "gpt_oss", spec={"training": BALANCED}, at_once=3),
+    "adapters of experts": Case(2, 2, "gpt_oss", spec={"lora": _OF_EXPERTS, "training": BALANCED}),
+    "adapters of fewer experts than processes, selective": Case(
+        4,
+        2,
+        "qwen3_moe",
+        {"num_experts": 2, "num_local_experts": 2},
+        {"lora": {**_OF_EXPERTS, "expertRank": 3}, "training": {"activationCheckpointing": "selective"}},
+    ),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once": Case(2, 2, at_once=3),
     "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),

@@ -60,17 +60,18 @@ def state(of: FsdpStrategy) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "sections",
+    ("kind", "sections"),
     [
-        {},
-        {"training": {"precision": "bf16", "optimizer": {"stateDtype": "bf16"}}},
-        {"lora": {"rank": 4, "dropout": 0.2}, "training": {"precision": "bf16"}},
+        ("qwen3", {}),
+        ("qwen3", {"training": {"precision": "bf16", "optimizer": {"stateDtype": "bf16"}}}),
+        ("qwen3", {"lora": {"rank": 4, "dropout": 0.2}, "training": {"precision": "bf16"}}),
+        ("gpt_oss", {"lora": {"rank": 4, "targetModules": ["all-linear", "experts"]}}),
     ],
-    ids=["fp32", "bf16", "adapters"],
+    ids=["fp32", "bf16", "adapters", "adapters of experts"],
 )
-def test_steps_are_those_of_what_is_not_offloaded(tmp_path: Path, sections: dict[str, Any]) -> None:
+def test_steps_are_those_of_what_is_not_offloaded(tmp_path: Path, kind: str, sections: dict[str, Any]) -> None:
     # Given two alike, of which one is offloaded
-    save_model("qwen3", tmp_path, tie_word_embeddings=True)
+    save_model(kind, tmp_path, tie_word_embeddings=True)
     usual, offloaded = (strategy(tmp_path, offload=offload, **sections) for offload in (False, True))
 
     # When steps are made, one of them not finite
