@@ -1,6 +1,7 @@
 """Which layers of a model get adapters, and which modules are trained: by name, as peft reads ``target_modules``,
 ``target_parameters``, ``exclude_modules`` and ``modules_to_save``."""
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 
@@ -68,9 +69,11 @@ def adapted(
         for name in given:
             if any(named(module, [name]) for module in linear) or any(named_experts(each, [name]) for each in stacked):
                 continue
+            lacking = "no linear layer of the model is called so"
+            if means_experts(name) and not stacked:
+                lacking = "the model has no experts"
             raise AdapterError(
-                f"lora.{field} names {name!r}, and no linear layer of the model is called so: its linear layers "
-                f"are {', '.join(ends(linear))}"
+                f"lora.{field} names {name!r}, and {lacking}: its linear layers are {', '.join(ends(linear))}"
             )
     found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
     found += [name for name in experts if not named_experts(name, excluded) and not within(name, trained)]
@@ -103,6 +106,10 @@ def shortest(modules: Collection[str], linear: Collection[str], parts: int = 1) 
     return short if {name for name in linear if named(name, short)} == {*modules} else sorted(modules)
 
 
-def adapter_parameters(shapes: Mapping[str, tuple[int, int]], rank: int) -> int:
-    """Parameters of the adapters of linear layers with these weights, (outputs, inputs): A and B of each."""
-    return sum(rank * (outputs + inputs) for outputs, inputs in shapes.values())
+def adapter_parameters(shapes: Mapping[str, tuple[int, ...]], rank: int, rank_of_experts: int) -> int:
+    """Parameters of the adapters of linear layers with these weights, (outputs, inputs), and of experts with these,
+    (experts, outputs, inputs): A and B of each."""
+    return sum(
+        math.prod(experts) * (rank_of_experts if experts else rank) * (outputs + inputs)
+        for *experts, outputs, inputs in shapes.values()
+    )

@@ -3,10 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
-from .adapters import ALL_LINEAR, meanings, named, within
+from .adapters import ALL_LINEAR, meanings, means_experts, named, named_experts, within
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
+
+Size = TypeVar("Size", bound=tuple[int, ...])
 
 HEAD = "lm_head"
 EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
@@ -63,13 +66,15 @@ def trains_module(module: str, spec: SFTJobSpec) -> bool:
     return spec.trains_all or within(f"{module}.weight", spec.training.trainable_modules or ())
 
 
-def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
-    """Of each block the linear layers that get adapters; names that no layer has are left to others to refuse."""
+def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, ...]]]:
+    """Of each block the linear layers that get adapters, (outputs, inputs), and the weights of experts that do,
+    (experts, outputs, inputs); names that neither has are left to others to refuse."""
     lora = spec.lora
     if lora is None:
         return [{}] * shape.layers
-    targets = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else tuple(lora.target_modules)
-    return _layers_of(shape.linear, shape.layers, spec, targets, tuple(lora.exclude_modules))
+    everything = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else ()
+    sizes = {**shape.linear, **shape.of_experts}
+    return _layers_of(sizes, shape.layers, spec, (*lora.target_modules, *everything), tuple(lora.exclude_modules))
 
 
 def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
@@ -82,12 +87,12 @@ def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, 
 
 
 def _layers_of(
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, Size],
     blocks: int,
     spec: SFTJobSpec,
     targets: tuple[str, ...],
     excluded: tuple[str, ...] = (),
-) -> list[dict[str, tuple[int, int]]]:
+) -> list[dict[str, Size]]:
     trained = tuple(spec.training.trainable_modules or ())
     chosen = _chosen(tuple(sizes), blocks, targets, excluded, trained)
     return [{name: sizes[name] for name in names} for names in chosen]
@@ -95,17 +100,18 @@ def _layers_of(
 
 @lru_cache(maxsize=32)
 def _chosen(
-    linear: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...], trained: tuple[str, ...]
+    layers: tuple[str, ...], blocks: int, targets: tuple[str, ...], excluded: tuple[str, ...], trained: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    """Those of the names ``linear`` that are chosen, of each block: asked for again and again by who tries shapes."""
+    """Those of the names ``layers``, of linear ones and of what experts have, that are chosen, of each block: asked
+    for again and again by who tries shapes."""
+
+    def is_chosen(name: str) -> bool:
+        # What experts have is a parameter itself, and called by names of experts alone.
+        is_meant, parameter = (named_experts, name) if means_experts(name) else (named, f"{name}.weight")
+        return is_meant(name, targets) and not is_meant(name, excluded) and not within(parameter, trained)
 
     def of_block(block: int) -> tuple[str, ...]:
-        names = {name: f"{_BLOCKS}{block}.{name}" for name in linear}
-        return tuple(
-            name
-            for name, whole in names.items()
-            if named(whole, targets) and not named(whole, excluded) and not within(f"{whole}.weight", trained)
-        )
+        return tuple(name for name in layers if is_chosen(f"{_BLOCKS}{block}.{name}"))
 
     if any(part.isdigit() for name in (*targets, *excluded, *trained) for part in name.split(".")):
         return [of_block(block) for block in range(blocks)]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from math import ceil
+from math import ceil, inf
 
 from .adapters import adapter_parameters
 from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_weights, trains_module
@@ -31,6 +31,8 @@ EXPORT_BYTES = 2 * 2**30
 LOW_RANK = 8
 """Selective checkpointing computes a product of matrices again where the numbers that they share, times this, are fewer
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
+MULTIPLE = 8
+"""Numbers: a row of a factor of a product for all experts is a multiple of so many, in any dtype whole 16 bytes."""
 BYTES = {"bf16": 2, "fp32": 4}
 NF4_BLOCK = 64
 """Weights in NF4 that share what they are multiplied by, a number in fp32."""
@@ -120,7 +122,8 @@ class Sizes:
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
     lora = spec.lora
-    adapters = [adapter_parameters(adapted, lora.rank) for adapted in adapted_of(shape, spec)] if lora else [0]
+    adapted = adapted_of(shape, spec)
+    adapters = [adapter_parameters(each, lora.rank, lora.rank_of_experts) for each in adapted] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]
@@ -166,11 +169,9 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
-    unpacked = computed * sizes.packed_matrix / micro_batch_tokens(spec, plan)
+    once = {"unpacked": computed * sizes.packed_matrix, "tokens": micro_batch_tokens(spec, plan)}
     for (names, trained), count in Counter(blocks[first:]).items():
-        kinds[
-            block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile, unpacked=unpacked)
-        ] += count
+        kinds[block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile, **once)] += count
     return estimate_of(sizes, kinds, spec, plan)
 
 
@@ -382,7 +383,8 @@ def block_memory(
     *,
     trained: bool | None = None,
     compiled: bool = False,
-    unpacked: float = 0.0,
+    unpacked: int = 0,
+    tokens: float = inf,
 ) -> BlockMemory:
     """Of a block of ``shape``, computed with ``computed`` bytes a number, operator by operator as transformers has it.
 
@@ -394,7 +396,8 @@ def block_memory(
     One that is ``compiled`` keeps what products of matrices read and give, once, and the deviations of norms: all else
     is computed again from these within what reads it. One of experts is taken for one that is not: a most.
 
-    ``unpacked`` is what the largest weight takes that is unpacked to be multiplied with, in bytes for each token.
+    ``unpacked`` is what the largest weight takes that is unpacked to be multiplied with, in bytes. That is there once,
+    as copies are of adapters whose rank is filled up: so many ``tokens`` share it.
     """
     family, width = shape.family, shape.hidden_size
     queries, keys, inner = shape.queries, shape.keys, shape.intermediate_size
@@ -414,7 +417,7 @@ def block_memory(
         attention += computed * (queries + 2 * keys * (key_repeats(shape.kv_heads, spec.sequence_parallel) - 1))
     mlp: float = computed * 4 * inner
     if shape.experts:
-        mlp = _mixture(shape, computed, frozen=frozen)
+        mlp = _mixture(shape, computed, adapted, frozen=frozen)
         if spec.training.router_aux_loss_coefficient:
             mlp += 4 * shape.experts
     if compiled and knows_compiled(shape):
@@ -425,10 +428,13 @@ def block_memory(
     kept = norms + between + attention + mlp
     if frozen:
         kept -= computed * _unread(shape, [] if dropout else adapted)
-    if lora:
-        kept += computed * lora.rank * len(adapted)
-        if dropout:
-            kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
+    adapters = _adapters(shape, lora, adapted) if lora else []
+    kept += computed * sum(rank for rank, _ in adapters)
+    if lora and lora.rank_of_experts % MULTIPLE:
+        copied = {name: sizes for name, sizes in shape.of_experts.items() if name in adapted}
+        kept += computed * adapter_parameters(copied, 0, _computed_rank(lora.rank_of_experts)) / tokens
+    if lora and dropout:
+        kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
     working: float = computed * 2 * (inner + width)
     if frozen and (dropout or "mlp.down_proj" not in adapted):
         # What down_proj read is not kept, so nothing is let go of when its gradient is there.
@@ -437,11 +443,11 @@ def block_memory(
         working = shape.chosen * (computed * (3 * width + 2 * inner))
         if family.weighed_in_fp32 and computed < 4:
             working += shape.chosen * 8 * width
-    working += unpacked
+    working += unpacked / tokens
     if family.biased:
         # The activation is computed again; or, of narrow experts, the sum of what they give is taken apart.
         again = shape.chosen * 7 * inner - 2 * width
-        working = max(computed * again, computed * shape.chosen * (3 * width + inner) + unpacked)
+        working = max(computed * again, computed * shape.chosen * (3 * width + inner) + unpacked / tokens)
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)
@@ -452,7 +458,10 @@ def block_memory(
         products = 2 * queries + 2 * keys + 2 * inner + 2 * width
         if shape.experts:
             products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
-        least += computed * (products + (_adapter_products(shape, lora, adapted) if lora else 0)) + 4 * shape.heads
+        # What comes out of the first factor of an adapter, and of the second where it shares enough numbers to be
+        # worth it.
+        products += sum(rank + (outputs if rank * LOW_RANK >= outputs else 0) for rank, outputs in adapters)
+        least += computed * products + 4 * shape.heads
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
 
@@ -462,13 +471,23 @@ def knows_compiled(shape: ModelShape) -> bool:
     return not shape.experts
 
 
-def _adapter_products(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> int:
-    """Numbers of a token that selective checkpointing keeps of ``adapted`` layers' adapters.
+def _adapters(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> list[tuple[int, int]]:
+    """Products of a token with the factors of adapters of ``adapted`` layers: numbers between them, and outputs.
 
-    What comes out of the first factor, and of the second where it shares enough numbers to be worth it.
+    With those of experts for each that it is sent to.
     """
-    outputs = [shape.linear[name][0] for name in adapted]
-    return lora.rank * len(outputs) + sum(number for number in outputs if lora.rank * LOW_RANK >= number)
+    linear = [(lora.rank, shape.linear[name][0]) for name in adapted if name in shape.linear]
+    experts = [
+        (_computed_rank(lora.rank_of_experts), outputs)
+        for name, (_, outputs, _) in shape.of_experts.items()
+        if name in adapted
+    ]
+    return linear + shape.chosen * experts
+
+
+def _computed_rank(rank: int) -> int:
+    """That which adapters of experts of ``rank`` are computed with: filled up with 0."""
+    return ceil(rank / MULTIPLE) * MULTIPLE
 
 
 def _unread(shape: ModelShape, read: Collection[str]) -> int:
@@ -484,14 +503,16 @@ def _unread(shape: ModelShape, read: Collection[str]) -> int:
     return sum(numbers for names, numbers in readers.items() if not set(names) & set(read))
 
 
-def _mixture(shape: ModelShape, computed: int, *, frozen: bool) -> float:
+def _mixture(shape: ModelShape, computed: int, adapted: Collection[str], *, frozen: bool) -> float:
     """Of a token in the experts of a block, and its router, from the forward to the backward pass.
 
     For each expert that it is sent to: what goes in, the two projections, the activation, their product, what comes
-    out, and its places before and after sorting. Of what goes into a product with ``frozen`` weights nothing is kept.
+    out, and its places before and after sorting. Of what goes into a product with ``frozen`` weights nothing is kept,
+    but where these have adapters.
     Experts with biases forget the activation, and choose by logits instead of probabilities.
     """
     width, inner = shape.hidden_size, shape.intermediate_size
     biased = shape.family.biased
-    numbers = (0 if frozen else width + inner) + (2 if biased else 3) * inner + width
+    read = sum(inputs for name, (*_, inputs) in shape.of_experts.items() if not frozen or name in adapted)
+    numbers = read + (2 if biased else 3) * inner + width
     return (0 if biased else 4 * shape.experts) + shape.chosen * (computed * numbers + 56)

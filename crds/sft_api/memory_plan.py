@@ -233,14 +233,19 @@ def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
 
 
 def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
-    """Which name of ``lora`` no linear layer of a model of ``shape`` has, and which there are; else empty."""
-    if spec.lora is None:
+    """Which name of ``lora`` no linear layer and no expert of a model of ``shape`` has, and which there are; else
+    empty."""
+    lora = spec.lora
+    if lora is None:
         return ""
     layers = range(min(shape.layers, _ENOUGH_LAYERS))
-    linear = [f"model.layers.{layer}.{name}" for layer in layers for name in shape.linear]
+    linear, stacked = (
+        [f"model.layers.{layer}.{name}" for layer in layers for name in sizes]
+        for sizes in (shape.linear, shape.of_experts)
+    )
     try:
         modules = spec.training.trainable_modules or ()
-        adapted([*linear, HEAD], HEAD, spec.lora.target_modules, spec.lora.exclude_modules, modules)
+        adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
         return of_experts(error) if shape.experts else str(error)
     return ""
@@ -402,6 +407,9 @@ def _changes(
     if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
+    if spec.lora and spec.lora.names_experts and spec.lora.rank_of_experts > 1:
+        lower = spec.lora.rank_of_experts // 2
+        yield f"lora.expertRank: {lower}", _with(spec, "lora", expert_rank=lower), plan
     adapters = spec
     if fsdp and spec.trains_all:
         adapters = spec.model_copy(update={"lora": LoraSpec()})

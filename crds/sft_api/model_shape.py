@@ -124,15 +124,20 @@ class ModelShape:
     @property
     def stacked(self) -> dict[str, tuple[int, int]]:
         """The weights of all experts of a block by name: (rows, of so many weights each)."""
-        if not self.experts:
-            return {}
-        gate_up, down = (2 * self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        sizes = self.of_experts.items()
         if self.family.biased:
             # As biases are, inputs by outputs.
-            gate_up, down = gate_up[::-1], down[::-1]
+            return {name: (experts * inputs, outputs) for name, (experts, outputs, inputs) in sizes}
+        return {name: (experts * outputs, inputs) for name, (experts, outputs, inputs) in sizes}
+
+    @property
+    def of_experts(self) -> dict[str, tuple[int, int, int]]:
+        """Products with the weights of experts of a block by name: (experts, outputs, inputs)."""
+        if not self.experts:
+            return {}
         return {
-            "mlp.experts.gate_up_proj": (self.experts * gate_up[0], gate_up[1]),
-            "mlp.experts.down_proj": (self.experts * down[0], down[1]),
+            "mlp.experts.gate_up_proj": (self.experts, 2 * self.intermediate_size, self.hidden_size),
+            "mlp.experts.down_proj": (self.experts, self.hidden_size, self.intermediate_size),
         }
 
     @property

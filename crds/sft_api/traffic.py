@@ -86,7 +86,9 @@ def _has_small_adapters(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
     if spec.lora is None:
         return False
     if shape is None:
-        return spec.lora.rank <= _SMALL_RANK and spec.training.trainable_modules is None
+        # How many experts there are, nobody knows: their adapters are many times the others.
+        alone = not spec.lora.names_experts and spec.training.trainable_modules is None
+        return alone and spec.lora.rank <= _SMALL_RANK
     return 4 * sizes_of(shape, spec).trained <= _SMALL_BYTES
 
 

@@ -105,6 +105,7 @@ ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
 NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 MXFP4 = {"lora": {"rank": 16, "basePrecision": "mxfp4"}}
+EXPERTS = {"rank": 16, "expertRank": 8, "targetModules": ["all-linear", "experts"]}
 CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     # Model, layers, tokens, processes, shard degree, spec
     # Of fewer tokens the end of the backward pass takes more
@@ -250,6 +251,24 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         2,
         2,
         {**NF4, "training": {"activationCheckpointing": "selective"}},
+    ),
+    # Of all experts adapters are trained, and gathered, whoever computes with them
+    "30B of experts with adapters": ("Qwen/Qwen3-30B-A3B", 4, 8192, 4, 4, {"lora": EXPERTS}),
+    "30B of experts in 4 bits with adapters": (
+        "Qwen/Qwen3-30B-A3B",
+        6,
+        4096,
+        1,
+        1,
+        {"lora": {**EXPERTS, "expertRank": 4, "basePrecision": "nf4"}},
+    ),
+    "20B of experts as they are published with adapters, one block at a time": (
+        "openai/gpt-oss-20b",
+        4,
+        4096,
+        2,
+        2,
+        {"lora": {**EXPERTS, "basePrecision": "mxfp4"}, "training": {"activationCheckpointing": "full"}},
     ),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),

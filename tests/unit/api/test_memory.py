@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from sft_api.known_models import known_configs, known_shape
+from sft_api.layers import adapted_of
 from sft_api.memory import (
     NOTHING,
     BlockMemory,
     MemoryEstimate,
     Sizes,
+    block_memory,
     estimate,
     estimate_of,
     estimate_states,
@@ -278,6 +280,55 @@ def test_adapters_of_some_layers_are_counted_where_they_are() -> None:
     assert sizes_of(shape(), excluded).trained == 29 * each
     kept = [estimate(shape(), spec, make_plan(spec)).activations or 0 for spec in (everywhere, excluded)]
     assert kept[1] < kept[0]
+
+
+def test_adapters_of_experts_are_of_each_of_them_and_of_their_rank() -> None:
+    model = "hf://Qwen/Qwen3-30B-A3B"
+    mixture = known_shape(model)
+    assert mixture is not None
+
+    def trained(**lora: Any) -> Sizes:
+        return sizes_of(mixture, job(model={"uri": model}, lora={"rank": 16, **lora}).spec)
+
+    # By hand: 128 experts of width 768 in each of 48 blocks of width 2048; gate and up share an A
+    gate_up, down = 128 * (2048 + 2 * 768), 128 * (768 + 2048)
+    assert trained(targetModules=["experts"]).trained_block == 16 * (gate_up + down)
+    assert trained(targetModules=["experts.down_proj"], expertRank=3).trained == 48 * 3 * down
+    linear = trained()
+    both = trained(targetModules=["all-linear", "experts"], expertRank=4)
+    assert both.trained == linear.trained + 48 * 4 * (gate_up + down)
+    assert both.parameters - linear.parameters == both.trained - linear.trained
+    assert both.block - linear.block == both.trained_block - linear.trained_block == 4 * (gate_up + down)
+    # By what names mean: not those of layers beside them, nor of blocks that are left out, or trained
+    assert trained(targetModules=["q_proj", "layers.3.mlp.experts"]).trained == (
+        16 * (48 * (2048 + 4096) + gate_up + down)
+    )
+    excluded = trained(targetModules=["experts"], excludeModules=["experts.gate_up_proj", "layers.0.mlp.experts"])
+    assert excluded.trained == 47 * 16 * down
+    whole = job(
+        model={"uri": model}, lora={"targetModules": ["experts"]}, training={"trainableModules": ["layers.1"]}
+    ).spec
+    assert [len(names) for names in adapted_of(mixture, whole)] == [2, 0, *[2] * 46]
+    # Of gpt-oss, whose weights are inputs by outputs, all the same
+    gpt_oss = known_shape("hf://openai/gpt-oss-20b")
+    assert gpt_oss is not None
+    asked = job(lora={"rank": 4, "targetModules": ["experts.gate_up_proj"]}).spec
+    assert sizes_of(gpt_oss, asked).trained == 24 * 32 * 4 * (2880 + 2 * 2880)
+
+
+def test_copies_of_adapters_whose_rank_is_filled_up_are_there_once() -> None:
+    model = "hf://Qwen/Qwen3-30B-A3B"
+    mixture = known_shape(model)
+    assert mixture is not None
+
+    def kept(rank: int, tokens: int) -> float:
+        lora = {"targetModules": ["experts.down_proj"], "expertRank": rank}
+        asked = job(model={"uri": model}, lora=lora).spec
+        return tokens * block_memory(mixture, asked, 2, ["mlp.experts.down_proj"], tokens=tokens).kept
+
+    # 8 numbers for each of so many inputs and outputs of 128 experts
+    for tokens in (64, 4096):
+        assert kept(5, tokens) - kept(8, tokens) == 2 * 8 * 128 * (768 + 2048)
 
 
 def some(*modules: str, model: str = EIGHT_BILLION) -> tuple[Sizes, MemoryEstimate]:

@@ -146,6 +146,26 @@ def test_a_base_in_4_bits_is_a_remedy_where_adapters_beside_another_do_not_fit()
     assert "nf4" not in own
 
 
+def test_a_lower_rank_of_experts_is_a_remedy_where_these_have_adapters() -> None:
+    model = {"uri": "hf://Qwen/Qwen3-30B-A3B"}
+    shape = known_shape(model["uri"])
+
+    def asked(*names: str, **ranks: int) -> SFTJobSpec:
+        return spec(1, model, 512, lora={"rank": 16, "targetModules": ["all-linear", *names], **ranks})
+
+    def told(of: SFTJobSpec) -> str:
+        return remedies(of, make_plan(of), shape, GIB)
+
+    plan = make_plan(asked("experts"))
+    half = memory_of(asked("experts", expertRank=8), plan, shape)
+    assert half is not None
+    assert f"lora.expertRank: 8 ({gibibytes(half.total)})" in told(asked("experts"))
+    assert "lora.expertRank: 64 (" in told(asked("experts", expertRank=128))
+    # Of the others it is none, nor one that is less than 1
+    assert "expertRank" not in told(asked())
+    assert "expertRank" not in told(asked("experts", expertRank=1))
+
+
 def test_two_changes_that_fit_together_are_named_where_none_fits_alone() -> None:
     eight = {"uri": "hf://Qwen/Qwen3-8B"}
 
@@ -316,8 +336,22 @@ def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], word
             "Qwen/Qwen3-30B-A3B",
             {"targetModules": ["q_proj", "up_proj"]},
             "lora.targetModules names 'up_proj', and no linear layer of the model is called so: its linear layers are "
-            "q_proj, k_proj, v_proj, o_proj, lm_head; its experts are stacked in one tensor and its routers are no "
-            "linear layers: neither gets adapters; write all-linear, or some of the names that there are",
+            "q_proj, k_proj, v_proj, o_proj, lm_head; routers get no adapters, and experts where lora.targetModules "
+            "names them: experts, or experts.down_proj",
+        ),
+        ("Qwen/Qwen3-30B-A3B", {"targetModules": ["all-linear", "experts"], "expertRank": 4}, ""),
+        ("openai/gpt-oss-20b", {"targetModules": ["experts"], "excludeModules": ["layers.3.mlp.experts"]}, ""),
+        (
+            "Qwen/Qwen3-30B-A3B",
+            {"targetModules": ["experts.down_proj"], "excludeModules": ["mlp.experts"]},
+            "lora.excludeModules leaves nothing to train of down_proj: take a name out of it; routers get no adapters, "
+            "and experts where lora.targetModules names them: experts, or experts.down_proj",
+        ),
+        (
+            "Qwen/Qwen3-0.6B",
+            {"targetModules": ["all-linear", "experts"]},
+            "lora.targetModules names 'experts', and the model has no experts: its linear layers are q_proj, k_proj, "
+            "v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
         ),
     ],
 )

@@ -78,6 +78,13 @@ def test_small_adapters_have_room_whatever_is_known_and_large_ones_do_not() -> N
     for memory in (None, "80Gi"):
         assert chosen(spec("hf://someone/own", memory=memory, lora={})) == "oncePerStep"
         assert chosen(spec("hf://someone/own", memory=memory, lora={"rank": 33})) == "everyMicroBatch"
+        # And who knows how many experts there are
+        experts = {"rank": 1, "targetModules": ["experts"]}
+        assert chosen(spec("hf://someone/own", memory=memory, lora=experts)) == "everyMicroBatch"
+    mixture, of_experts = "hf://Qwen/Qwen3-30B-A3B", {"targetModules": ["all-linear", "experts"]}
+    assert chosen(spec(mixture, memory=None, lora={"rank": 16})) == "oncePerStep"
+    assert chosen(spec(mixture, memory=None, lora={"rank": 16, **of_experts})) == "everyMicroBatch"
+    assert chosen(spec(mixture, memory=None, lora={"rank": 16, "expertRank": 1, **of_experts})) == "oncePerStep"
     assert chosen(spec(LARGE, lora={"dropout": 0.1})) == "oncePerStep"
     # But not where a GPU is full without them
     assert chosen(spec(LARGE, 1, memory="16Gi", lora={})) == "everyMicroBatch"

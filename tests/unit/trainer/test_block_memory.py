@@ -86,7 +86,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
         asked.sequence_parallel,
     )
     adapted = adapted_of(shape, asked)[0]
-    return block_memory(shape, asked, computed.itemsize, adapted), seen
+    return block_memory(shape, asked, computed.itemsize, adapted, tokens=TOKENS), seen
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -178,6 +178,24 @@ def test_beside_frozen_experts(kind: str, names: list[str]) -> None:
     reckoned, seen = both(kind, lora={"rank": 8, "targetModules": names})
 
     assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+
+
+# Ranks of experts: with 64 and more the products of second factors are kept, 12 is filled up to 16
+EXPERT_ADAPTERS = [
+    *((["all-linear", "experts"], rank, how) for rank in (8, 12) for how in ("none", "selective", "full")),
+    *((["experts.down_proj"], rank, how) for rank, how in ((8, "none"), (12, "full"), (128, "selective"))),
+    *((["experts.gate_up_proj"], rank, how) for rank, how in ((12, "none"), (8, "full"), (64, "selective"))),
+]
+
+
+@pytest.mark.parametrize(("names", "rank", "how"), EXPERT_ADAPTERS, ids=str)
+@pytest.mark.parametrize("kind", OF_EXPERTS)
+def test_beside_experts_with_adapters(kind: str, names: list[str], rank: int, how: str) -> None:
+    lora = {"rank": 16, "expertRank": rank, "targetModules": names}
+    reckoned, seen = both(kind, lora=lora, training={"activationCheckpointing": how})
+
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+    assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
 
 
 @pytest.mark.parametrize("rank", [16, 64, 128, 512])

@@ -21,8 +21,6 @@ PACKED = "packed"
 """What of a module of experts says the format of each of its weights that are packed, by name."""
 ADAPTERS = "adapters"
 """What of it has the adapters of its weights, by name."""
-MULTIPLE = 8
-"""Numbers: a row of a factor of the product is a multiple of so many, in any dtype whole 16 bytes."""
 
 
 def _gated(inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from sft_api.adapters import AdapterError, adapted, of_experts
+from sft_api.memory import MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
@@ -85,7 +86,7 @@ class ExpertsAdapter(nn.Module):
         a: torch.Tensor = self.lora_A.weight
         b: torch.Tensor = self.lora_B.weight
         # A product for all experts takes rows of whole 16 bytes only.
-        if missing := -a.shape[1] % grouped_experts.MULTIPLE:
+        if missing := -a.shape[1] % MULTIPLE:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
         lower = grouped_experts.grouped_linear(inputs, a, ends, turned=False) * self.scaling
         return grouped_experts.grouped_linear(lower, b, ends, turned=False)
