@@ -218,11 +218,17 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
     if isinstance(found, Trained):
         share = found.parameters / (found.parameters + found.frozen)
         value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
-        layers = f"{counted(found.layers, 'layer')} with adapters, " if found.layers else ""
-        why = f"{layers}by {found.by}"
+        why = f"{_with_adapters(found)}by {found.by}"
     else:
         value, why = "unknown", "as said above" if found else _WHEN_TRAINED_IS_KNOWN
     return [*decisions, Decision("trained parameters", value, Origin.COMPUTED, why)]
+
+
+def _with_adapters(found: Trained) -> str:
+    linear = [counted(found.layers, "layer")] if found.layers else []
+    experts = [f"the experts of {counted(found.experts, 'layer')}"] if found.experts else []
+    both = " and ".join([*linear, *experts])
+    return f"{both} with adapters, " if both else ""
 
 
 def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
@@ -240,9 +246,9 @@ def _adapters(lora: LoraSpec) -> list[Decision]:
     return [
         Decision(
             "adapters",
-            f"rank {lora.rank}, alpha {lora.effective_alpha:g}{dropout}",
-            origin_of(lora, "rank", "alpha", "dropout"),
-            "lora.rank, .alpha, .dropout",
+            f"{lora.in_words}{dropout}",
+            origin_of(lora, "rank", "expert_rank", "alpha", "dropout"),
+            f"lora.rank, {'.expertRank, ' if lora.names_experts else ''}.alpha, .dropout",
         ),
         Decision(
             "adapters on",

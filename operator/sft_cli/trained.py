@@ -4,6 +4,7 @@ shape."""
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,15 @@ _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|mlp\.router|(mlp|block_sparse_moe)\.gate)\.weight")
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
+_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")
+_ALL_EXPERTS = re.compile(
+    r"(?P<block>.*)\.(?P<of>experts\.(gate_up|down)_proj(_blocks)?|(input|output)_linear\.weight)"
+)
+_STACKED = {"gate_proj": ("gate_up_proj", 2), "w1": ("gate_up_proj", 2)} | dict.fromkeys(
+    ("down_proj", "w2"), ("down_proj", 1)
+)
+"""Of what one expert has in files, the name of the tensor in which the model has it, and how many times as large that
+is for each expert: gate and up are one there."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,10 @@ class Trained:
     frozen: int
     """That are not."""
     layers: int
-    """That have adapters."""
-    by: str = "the files of model.uri"
+    """Linear ones that have adapters."""
+    experts: int
+    """Layers whose experts have some."""
+    by: str
     """What it is known by."""
 
 
@@ -52,12 +64,14 @@ def measure_trained(spec: SFTJobSpec, shape: ModelShape | None = None) -> Traine
 
 
 def _by_shape(shape: ModelShape, spec: SFTJobSpec) -> Trained | None:
-    layers = sum(map(len, adapted_of(shape, spec)))
-    sizes = sizes_of(shape, spec)
+    adapted, sizes = adapted_of(shape, spec), sizes_of(shape, spec)
     # Names that no layer has are refused with the memory, which follows from them.
-    if not sizes.trained or (spec.lora and not layers):
+    if not sizes.trained or (spec.lora and not any(adapted)):
         return None
-    return Trained(sizes.trained, sizes.parameters - sizes.trained, layers, "the sizes that memory is counted by")
+    by = "the sizes that memory is counted by"
+    layers = sum(len(names.keys() & shape.linear.keys()) for names in adapted)
+    experts = sum(not names.keys().isdisjoint(shape.of_experts) for names in adapted)
+    return Trained(sizes.trained, sizes.parameters - sizes.trained, layers, experts, by)
 
 
 def _by_files(spec: SFTJobSpec) -> Trained | str | None:
@@ -73,18 +87,19 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         for name, shape in shapes.items()
         if (found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here
     }
-    matrices = {found["layer"]: shape for name, shape in shapes.items() if (found := _matrix(name, shape))}
+    matrices = {found["layer"]: tuple(shape) for name, shape in shapes.items() if (found := _matrix(name, shape))}
     if not matrices:
         return None
     head = next((name for name in _HEADS if f"{name}.weight" in shapes), _HEADS[0])
-    modules, lora, layers = spec.training.trainable_modules or (), spec.lora, list[str]()
+    modules, lora, stacked, layers = spec.training.trainable_modules or (), spec.lora, _stacked(shapes), list[str]()
     try:
         if lora is not None:
-            layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules)
+            layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
         return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
-    chosen = {name: (matrices[name][0], matrices[name][1]) for name in layers}
-    added = adapter_parameters(chosen, lora.rank) if lora else 0
+    sizes = {**matrices, **stacked}
+    added = adapter_parameters({name: sizes[name] for name in layers}, lora.rank, lora.rank_of_experts) if lora else 0
+    experts = {name.rpartition(".")[0] for name in layers if name in stacked}
     inside = [name for name in shapes if within(_as_module(name), modules)]
     if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):
         return None  # such as the name of a module whose tensors have others in the files
@@ -92,7 +107,23 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     if modules and not trained:
         return None
     whole = sum(_numbers(name, shape) for name, shape in shapes.items())
-    return Trained(added + trained, whole - trained, len(layers))
+    linear = sum(name not in stacked for name in layers)
+    return Trained(added + trained, whole - trained, linear, len(experts), "the files of model.uri")
+
+
+def _stacked(shapes: Mapping[str, list[int]]) -> dict[str, tuple[int, int, int]]:
+    """What of experts the model has stacked, by its names: so many, of so many rows and columns each."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for name, shape in shapes.items():
+        if (one := _ONE_EXPERT.fullmatch(_as_module(name))) and one["of"] in _STACKED and len(shape) == 2:
+            leaf, times = _STACKED[one["of"]]
+            stacked = f"{one['experts']}.{leaf}"
+            before = found[stacked][0] if stacked in found else 0
+            found[stacked] = (before + 1, times * shape[0], shape[1])
+        elif (several := _ALL_EXPERTS.fullmatch(name)) and len(shape) > 2:
+            leaf = "down_proj" if several["of"].startswith(("experts.down", "output")) else "gate_up_proj"
+            found[f"{several['block']}.experts.{leaf}"] = (shape[0], shape[1], _numbers(name, shape[2:]))
+    return found
 
 
 def names_warning(found: Trained | str | None, refused: str) -> str:

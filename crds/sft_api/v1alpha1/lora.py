@@ -111,6 +111,12 @@ class LoraSpec(ApiModel):
         return self.rank if self.expert_rank is None else self.expert_rank
 
     @property
+    def in_words(self) -> str:
+        """Its ranks and alpha, for people."""
+        of_experts = f", of experts {self.rank_of_experts}" if self.names_experts else ""
+        return f"rank {self.rank}{of_experts}, alpha {self.effective_alpha:g}"
+
+    @property
     def scaling(self) -> float:
         """By which what an adapter adds is multiplied."""
         return self.effective_alpha / self.rank

@@ -8,7 +8,7 @@ from sft_api.adapters import AdapterError, adapted, adapter_parameters, ends, sh
 from sft_api.numbers import Numbers
 from sft_api.place import continued_from
 from sft_api.plan import make_plan
-from sft_api.v1alpha1 import SFTJobSpec
+from sft_api.v1alpha1 import LoraSpec, SFTJobSpec
 
 LAYERS = [
     f"model.layers.{layer}.{name}"
@@ -47,7 +47,7 @@ def test_experts_that_are_trained_whole_or_excluded_get_none() -> None:
     assert adapted(LINEAR, "lm_head", ["experts"], [], ["layers.0.mlp"], STACKED) == STACKED[2:]
     with pytest.raises(AdapterError, match=r"leave nothing to train of gate_up_proj, down_proj"):
         adapted(LINEAR, "lm_head", ["experts"], [], ["experts"], STACKED)
-    with pytest.raises(AdapterError, match=r"lora.targetModules names 'experts', and no linear layer"):
+    with pytest.raises(AdapterError, match=r"lora.targetModules names 'experts', and the model has no experts"):
         adapted(LINEAR, "lm_head", ["experts"], [])
 
 
@@ -91,7 +91,9 @@ def test_the_shortest_names_are_ends_where_these_will_do() -> None:
 
 
 def test_an_adapter_has_rank_times_inputs_and_outputs() -> None:
-    assert adapter_parameters({"a": (8, 4), "b": (3, 4)}, rank=2) == 2 * (8 + 4) + 2 * (3 + 4)
+    linear = {"a": (8, 4), "b": (3, 4)}
+    assert adapter_parameters(linear, 2, 5) == 2 * (8 + 4) + 2 * (3 + 4)
+    assert adapter_parameters({**linear, "of 6 experts": (6, 8, 4)}, 2, 5) == 2 * (8 + 4) + 2 * (3 + 4) + 6 * 5 * 12
 
 
 def spec(**sections: Any) -> SFTJobSpec:
@@ -117,6 +119,13 @@ def test_alpha_and_the_base_are_as_rank_and_precision() -> None:
     cpu = spec(lora={}, compute={"gpusPerNode": 0})
     assert Numbers.of(cpu).values["lora.basePrecision"] == "fp32"
     assert not any(path.startswith("lora.") for path in Numbers.of(spec()).values)
+
+
+def test_ranks_and_alpha_are_told() -> None:
+    experts = ["all-linear", "experts"]
+    assert LoraSpec(rank=8).in_words == "rank 8, alpha 8"
+    assert LoraSpec(rank=8, alpha=12.5, target_modules=experts).in_words == "rank 8, of experts 8, alpha 12.5"
+    assert LoraSpec(rank=8, expert_rank=2, target_modules=experts).in_words == "rank 8, of experts 2, alpha 8"
 
 
 def test_a_rank_of_experts_that_is_that_of_the_others_is_no_number() -> None:

@@ -148,6 +148,20 @@ def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_fil
     (row,) = [line for line in capsys.readouterr().out.splitlines() if "trained parameters" in line]
     assert "87,293,952 of 8,278,029,312 (1.05%)" in row
     assert row.endswith("252 layers with adapters, by the sizes that memory is counted by")
+    # And of a mixture, of whose experts there are as many adapters
+    lora = {"targetModules": ["all-linear", "experts"], "expertRank": 2}
+    show_plan(job(model={"uri": "hf://Qwen/Qwen3-30B-A3B"}, lora=lora), "text")
+    rows = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in rows if "trained parameters" in line]
+    added = 48 * (32 * (6144 + 2 * 2560 + 6144) + 2 * 128 * (2048 + 1536 + 768 + 2048))
+    assert f" {added:,} of " in row
+    assert row.endswith("192 layers and the experts of 48 layers with adapters, by the sizes that memory is counted by")
+    (row,) = [line for line in rows if line.split()[0] == "adapters" and "rank" in line]
+    assert "rank 32, of experts 2, alpha 32 " in row
+    assert row.endswith("lora.rank, .expertRank, .alpha, .dropout")
+    lora = {"targetModules": ["layers.0.mlp.experts"]}
+    show_plan(job(model={"uri": "hf://Qwen/Qwen3-30B-A3B"}, lora=lora), "text")
+    assert "the experts of 1 layer with adapters" in capsys.readouterr().out
     # Of some of the layers of a folder that has only its config.json
     sizes = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 1, "intermediate_size": 24}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8, **sizes}))

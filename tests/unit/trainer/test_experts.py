@@ -17,7 +17,7 @@ from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
-from sft_trainer.models.experts import Balance, check_balances, load_balance
+from sft_trainer.models.experts import PROVEN, Balance, check_balances, load_balance
 from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
@@ -219,12 +219,14 @@ def test_experts_that_no_file_can_hold_are_refused_before_they_are_listed(tmp_pa
         base_digest(build_on_meta(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "granitemoeshared", "glm4_moe"])
-def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("names", [["all-linear"], ["all-linear", "experts"], ["layers.1.mlp.experts", "q_proj"]])
+@pytest.mark.parametrize("kind", PROVEN)
+def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind: str, names: list[str]) -> None:
     save_model(kind, tmp_path)
-    spec = resolve(
-        manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
-    ).spec
+    if kind.startswith("granite"):
+        names = [name.replace("mlp", "block_sparse_moe") for name in names]
+    lora = {"rank": 4, "targetModules": names, **({"expertRank": 3} if len(names) > 1 else {})}
+    spec = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)).spec
     assert spec.lora is not None
     huggingface: Any = build_on_meta(tmp_path).huggingface
     frozen = sum(parameter.numel() for parameter in huggingface.parameters())
@@ -234,7 +236,9 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     found = measure_trained(spec)
 
     assert isinstance(found, Trained)
-    assert (found.layers, found.parameters) == (len(layers), trained)
+    of_experts = {name.rpartition(".")[0] for name in layers if ".experts." in name}
+    assert (found.layers, found.experts) == (sum(".experts." not in name for name in layers), len(of_experts))
+    assert found.parameters == trained
     # Files hold corrections of routers besides, which are no parameters.
     assert found.frozen == pytest.approx(frozen, abs=64)
 
@@ -259,10 +263,10 @@ def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_pa
 
 def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
     save_model("gpt_oss", tmp_path, intermediate_size=32)
-    spec = resolve(
-        manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
-    ).spec
+    lora = {"rank": 4, "targetModules": ["all-linear", "experts"]}
+    spec = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)).spec
     plain = measure_trained(spec)
     assert isinstance(plain, Trained)
+    assert plain.experts > 0
     pack(tmp_path)
     assert measure_trained(spec) == plain

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.data.dealing import dealt
 from sft_trainer.flops import ModelFlops, active_parameters, peak_flops, training_flops
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.windows import held, windows
 from tests.architectures import accepted, small_config
 
@@ -47,6 +49,17 @@ def test_of_the_routed_experts_those_count_that_a_token_is_sent_to(
     made = model(kind, **options, num_experts_per_tok=2)
     held = sum(parameter.numel() for parameter in made.parameters())
     assert active_parameters(made, made.config) == held - 2 * 6 * idle_expert
+
+
+def test_of_the_adapters_of_experts_too() -> None:
+    made = model("gpt_oss", num_local_experts=8, num_experts_per_tok=2)
+    before = active_parameters(made, made.config)
+    add_adapters(made, LoraSpec(rank=4, expert_rank=3, target_modules=["experts"]))
+    # Of each of two layers A and B of gate and up together, and of down
+    one = 3 * (32 + 2 * 48) + 3 * (48 + 32)
+    assert sum(p.numel() for name, p in made.named_parameters() if is_adapter(name)) == 2 * 8 * one
+    assert active_parameters(made, made.config) == before + 2 * 2 * one
+    assert active_parameters(made, made.config, is_adapter) == 2 * 2 * one
 
 
 def test_all_parameters_of_a_dense_model_count() -> None:

@@ -89,8 +89,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     lora, modules = config.spec.lora, config.spec.training.trainable_modules
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
-        of_experts = f", of experts rank {lora.rank_of_experts}" if lora.names_experts else ""
-        facts["adapters"] = f"rank {lora.rank}{of_experts}, alpha {lora.effective_alpha:g}"
+        facts["adapters"] = lora.in_words
         if lora.quantised == "nf4":
             facts["trained beside"] = "weights in 4 bits: " + (
                 _in_4_bits(config, model) if peft else "these are as they were rounded, and need no quantisation"
