@@ -257,6 +257,6 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
     lora = {**sections["lora"], "rank": 8, "expertRank": 4, "targetModules": ["all-linear", "experts"]}
     asked = resolve(job(Path("/in"), Path("/out"), **{**sections, "lora": lora}))
     card = model_card(asked, what.manifest, build_on_meta(tmp_path / "qwen3_moe"))
-    assert "| adapters | rank 8, of experts rank 4, alpha" in card
+    assert "| adapters | rank 8, of experts 4, alpha" in card
     assert "weights in 4 bits: of experts too, beside which peft puts no adapters: these load beside" in card
     assert "BitsAndBytesConfig" not in card
