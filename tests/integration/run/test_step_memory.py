@@ -262,14 +262,6 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         1,
         {"lora": {**EXPERTS, "expertRank": 4, "basePrecision": "nf4"}},
     ),
-    "20B of experts as they are published with adapters, one block at a time": (
-        "openai/gpt-oss-20b",
-        4,
-        4096,
-        2,
-        2,
-        {"lora": {**EXPERTS, "basePrecision": "mxfp4"}, "training": {"activationCheckpointing": "full"}},
-    ),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
     "0.6B, alone in fp32": ("Qwen/Qwen3-0.6B", 6, 1024, 1, 1, {"training": {"precision": "fp32"}}),
