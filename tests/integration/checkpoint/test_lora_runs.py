@@ -35,6 +35,7 @@ from tests.tensors import gathered
 from tests.wider import wider_model
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 12, "excludeModules": ["0.mlp.down_proj"]}
+OF_EXPERTS: dict[str, Any] = {"targetModules": ["all-linear", "experts"], "expertRank": 2, "excludeModules": []}
 STEPS = 4
 
 
@@ -171,6 +172,8 @@ def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
         # Of four experts the third of three processes has none
         (3, None, 1, {"basePrecision": "nf4", "excludeModules": [], "kind": "qwen3_moe"}, "fp32", 2e-5),
         (1, None, 3, {"basePrecision": "mxfp4", "excludeModules": [], "kind": "gpt_oss"}, "bf16", 2e-3),
+        (3, None, 1, {**OF_EXPERTS, "kind": "qwen3_moe"}, "fp32", 2e-5),
+        (1, None, 2, {**OF_EXPERTS, "basePrecision": "mxfp4", "kind": "gpt_oss"}, "bf16", 2e-3),
     ],
     ids=[
         "sharded",
@@ -180,6 +183,8 @@ def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
         "alone in 4 bits",
         "experts in 4 bits",
         "experts as published",
+        "adapters of experts",
+        "adapters of experts as published",
     ],
 )
 def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
@@ -195,7 +200,7 @@ def test_a_run_goes_on_exactly_and_its_checkpoints_hold_adapters_only(
     lora = {**lora}
     kind = lora.pop("kind", "")
     sections: dict[str, Any] = {"lora": lora, "training": {"precision": precision}}
-    if "4" in lora.get("basePrecision", ""):
+    if kind or "4" in lora.get("basePrecision", ""):
         sections["model"] = {"uri": f"file://{wide_model(tiny_inputs, tmp_path, kind)}"}
     resumed = goes_on_exactly(tmp_path, tiny_inputs, processes, shard, others, off, **sections)
     assert all(is_adapter(name) for name in resumed.weights)
@@ -340,21 +345,28 @@ def test_another_base_than_the_run_started_from_is_refused(tmp_path: Path, tiny_
     assert sorted(run(tmp_path / "run", tiny_inputs, 2, **sections).losses) == [3, 4]
 
 
-def test_a_run_begins_from_the_adapters_of_another(tmp_path: Path, tiny_inputs: Any) -> None:
+@pytest.mark.parametrize(("kind", "lora"), [("", {}), ("qwen3_moe", OF_EXPERTS)], ids=["layers", "experts"])
+def test_a_run_begins_from_the_adapters_of_another(
+    tmp_path: Path, tiny_inputs: Any, kind: str, lora: dict[str, Any]
+) -> None:
     # Given a run with a constant rate
     constant = {"schedule": {"type": "constant"}}
-    first = run(tmp_path / "first", tiny_inputs, 2, training={**constant, "steps": 2})
+    model = wide_model(tiny_inputs, tmp_path, kind) if kind else tiny_inputs.model
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": lora}
+    first = run(tmp_path / "first", tiny_inputs, 2, **sections, training={**constant, "steps": 2})
     assert first.error == ""
 
-    def begun(name: str, what: str, processes: int, **sections: Any) -> Ended:
+    def begun(name: str, what: str, processes: int, **others: Any) -> Ended:
         origin = {"resume": {"from": {"uri": f"file://{tmp_path}/first/store", "what": what}}}
         checkpoint = {"uri": f"file://{tmp_path}/{name}/store", **origin}
-        return run(tmp_path / name, tiny_inputs, processes, checkpoint=checkpoint, **sections)
+        return run(tmp_path / name, tiny_inputs, processes, checkpoint=checkpoint, **{**sections, **others})
 
     # When others begin from it, with everything or with its adapters only
-    whole = run(tmp_path / "whole", tiny_inputs, 2, training=constant)
+    whole = run(tmp_path / "whole", tiny_inputs, 2, **sections, training=constant)
     longer = begun("longer", "everything", 2, training=constant)
-    again = begun("again", "weights", 1, training={**constant, "seed": 7, "steps": 1}, lora={"dropout": 0.1})
+    # Experts have no dropout
+    otherwise = {} if kind else {"lora": {"dropout": 0.1}}
+    again = begun("again", "weights", 1, training={**constant, "seed": 7, "steps": 1}, **otherwise)
 
     # Then the one goes on as if the first had been longer, the other begins at step 1 with what was learnt
     assert (longer.error, again.error) == ("", "")

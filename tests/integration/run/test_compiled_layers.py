@@ -40,6 +40,8 @@ BINS = (
     EMPTY,
 )
 BALANCED = {"routerAuxLossCoefficient": 0.5}
+WIDE = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64}
+"""Rows are whole blocks of 4 bits."""
 OF_EXPERTS = {"rank": 4, "targetModules": ["all-linear", "experts"]}
 
 
@@ -114,7 +116,7 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("qwen2_moe", {}, None, BALANCED, 2),
         ("qwen3_moe", {}, OF_EXPERTS, {**BALANCED, "activationCheckpointing": "full"}, 3),
         ("mixtral", {}, {**OF_EXPERTS, "expertRank": 8}, {"activationCheckpointing": "selective"}, 3),
-        ("gpt_oss", {"sliding_window": 4}, OF_EXPERTS, {}, 4),
+        ("qwen3_moe", WIDE, {**OF_EXPERTS, "basePrecision": "nf4"}, {"activationCheckpointing": "selective"}, 3),
         ("granitemoeshared", {}, None, BALANCED, 2),
         ("granitemoe", {}, None, BALANCED, 2),
         ("flex_olmo", {}, None, BALANCED, 2),
