@@ -192,6 +192,11 @@ def test_damaged_bytes_are_found_and_no_other_checkpoint_is_taken_instead(other:
             {"lora": {"rank": 4, "targetModules": ["q_proj"]}},
             r'holds other adapters \(lora.targetModules: \["all-linear"\] -> \["q_proj"\]\)',
         ),
+        (
+            {"lora": {"rank": 4, "expertRank": 2, "targetModules": ["experts"]}},
+            {"lora": {"rank": 4, "targetModules": ["experts"]}},
+            r"holds other adapters \(lora.expertRank: 2 -> not set\)",
+        ),
     ],
 )
 def test_values_of_adapters_mean_something_for_the_same_adapters_only(

@@ -134,11 +134,11 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
 
 def _of_experts(lora: LoraSpec, names: Sequence[str]) -> dict[str, Any]:
     """Fields of peft's ``LoraConfig`` for adapters of experts, which are parameters of those ``names`` for it."""
-    rank = lora.rank_of_experts
-    if rank == lora.rank:
+    own = lora.rank_of_experts
+    if own == lora.rank:
         return {"target_parameters": names}
     # One scale for all: who reads no patterns takes that of the other layers.
-    patterns = {"rank_pattern": rank, "alpha_pattern": _number(lora.scaling * rank)}
+    patterns = {"rank_pattern": own, "alpha_pattern": _number(lora.scaling * own)}
     return {"target_parameters": names, **{field: dict.fromkeys(names, number) for field, number in patterns.items()}}
 
 
