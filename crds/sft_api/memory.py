@@ -31,7 +31,7 @@ EXPORT_BYTES = 2 * 2**30
 LOW_RANK = 8
 """Selective checkpointing computes a product of matrices again where the numbers that they share, times this, are fewer
 than its columns: that takes less time than to read it. So it does with the second factor of an adapter of low rank."""
-MULTIPLE = 8
+ROW_MULTIPLE = 8
 """Numbers: a row of a factor of a product for all experts is a multiple of so many, in any dtype whole 16 bytes."""
 BYTES = {"bf16": 2, "fp32": 4}
 NF4_BLOCK = 64
@@ -430,7 +430,7 @@ def block_memory(
         kept -= computed * _unread(shape, [] if dropout else adapted)
     adapters = _adapters(shape, lora, adapted) if lora else []
     kept += computed * sum(rank for rank, _ in adapters)
-    if lora and lora.rank_of_experts % MULTIPLE:
+    if lora and lora.rank_of_experts % ROW_MULTIPLE:
         copied = {name: sizes for name, sizes in shape.of_experts.items() if name in adapted}
         kept += computed * adapter_parameters(copied, 0, _computed_rank(lora.rank_of_experts)) / tokens
     if lora and dropout:
@@ -487,7 +487,7 @@ def _adapters(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> li
 
 def _computed_rank(rank: int) -> int:
     """That which adapters of experts of ``rank`` are computed with: filled up with 0."""
-    return ceil(rank / MULTIPLE) * MULTIPLE
+    return ceil(rank / ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _unread(shape: ModelShape, read: Collection[str]) -> int:

@@ -144,12 +144,15 @@ class Values:
             row, column = column, row
         (first, rows), (left, columns) = row, column
         if not experts:
-            a, b = self._factors(beside, (left, columns), (first, rows), on_bytes)
+            rank = beside.a.shape[0]
+            places = Rectangle((0, left), (rank, columns)), Rectangle((first, 0), (rows, rank))
+            a, b = self._factors(beside, *places, on_bytes)
             box.local.addmm_(b.local, a.local, alpha=beside.scaling)
             return
         if self._stacked is None or self._stacked[0] != replace(beside, first=0):
-            # Read once for all experts: of a block there are few, of its pieces in the checkpoint many.
-            self._stacked = (replace(beside, first=0), *self._factors(beside, None, None, on_bytes))
+            # Read once for all experts: a block has few of them, and the next ones come after it.
+            places = Rectangle.whole(beside.a.shape), Rectangle.whole(beside.b.shape)
+            self._stacked = (replace(beside, first=0), *self._factors(beside, *places, on_bytes))
         ((expert, several),) = experts
         first += beside.first
         a_of = self._stacked[1].local[expert : expert + several, :, left : left + columns]
@@ -157,15 +160,8 @@ class Values:
         factors = (a_of.mT, b_of.mT) if beside.turned else (b_of, a_of)
         box.local.baddbmm_(*factors, alpha=beside.scaling)
 
-    def _factors(
-        self, beside: Beside, inputs: tuple[int, int] | None, outputs: tuple[int, int] | None, on_bytes: OnBytes
-    ) -> tuple[Box, Box]:
-        """A and B, of the inputs and outputs from the first number on so many as the second; of all where None."""
-        a_place, b_place = Rectangle.whole(beside.a.shape), Rectangle.whole(beside.b.shape)
-        if inputs is not None and outputs is not None:
-            (rank, _) = beside.a.shape
-            a_place = Rectangle((0, inputs[0]), (rank, inputs[1]))
-            b_place = Rectangle((outputs[0], 0), (outputs[1], rank))
+    def _factors(self, beside: Beside, a_place: Rectangle, b_place: Rectangle, on_bytes: OnBytes) -> tuple[Box, Box]:
+        """A and B, of each what lies there."""
         a, b = (
             Box(factor.name, WEIGHT, factor.shape, place, torch.empty(place.sizes))
             for factor, place in ((beside.a, a_place), (beside.b, b_place))

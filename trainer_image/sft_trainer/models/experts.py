@@ -1,7 +1,7 @@
 """Mixtures of experts: which are trained, by which kernel, and the loss that keeps their experts evenly used.
 
 Experts are computed by transformers' ``grouped_mm``: tokens sorted by expert, one product of matrices for all of them;
-those with biases, or packed, by a function of our own (``grouped_experts``).
+those with biases, packed, or with adapters, by a function of our own (``grouped_experts``).
 It needs no number of the device on the host, and what is computed again in a backward pass has the same shapes.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import softmax
 
+from sft_api.memory import ROW_MULTIPLE
 from sft_trainer.errors import ConfigError, ModelError
 
 from . import grouped_experts
@@ -33,8 +34,6 @@ PROVEN = (
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
 _BIASED = ("gpt_oss",)
-_MULTIPLE = 16
-"""Bytes: every row of a factor of the grouped product begins at one."""
 _TOKENS = 12
 
 
@@ -75,11 +74,10 @@ def check_experts(model: Any) -> None:
                 f"a model of type {kind!r} has {len(parameter)} experts and sends every token to {chosen} of them "
                 f"(num_experts_per_tok in its config.json): 1 to {len(parameter)} must be; correct that file"
             )
-        # In bf16: of a row of fp32 it then holds as well.
-        if parameter.ndim == 3 and any(size * 2 % _MULTIPLE for size in parameter.shape[1:]):
+        if parameter.ndim == 3 and any(size % ROW_MULTIPLE for size in parameter.shape[1:]):
             raise ModelError(
                 f"{name} of a model of type {kind!r} has the shape {tuple(parameter.shape)}: the product of matrices "
-                "for all experts at once needs widths that are multiples of 8; choose another model"
+                f"for all experts at once needs widths that are multiples of {ROW_MULTIPLE}; choose another model"
             )
 
 

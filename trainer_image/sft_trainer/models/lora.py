@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from sft_api.adapters import AdapterError, adapted, of_experts
-from sft_api.memory import MULTIPLE
+from sft_api.memory import ROW_MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError
@@ -86,7 +86,7 @@ class ExpertsAdapter(nn.Module):
         a: torch.Tensor = self.lora_A.weight
         b: torch.Tensor = self.lora_B.weight
         # A product for all experts takes rows of whole 16 bytes only.
-        if missing := -a.shape[1] % MULTIPLE:
+        if missing := -a.shape[1] % ROW_MULTIPLE:
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
         lower = grouped_experts.grouped_linear(inputs, a, ends, turned=False) * self.scaling
         return grouped_experts.grouped_linear(lower, b, ends, turned=False)
@@ -223,14 +223,11 @@ def initialize_adapters(boxes: Iterable[Box], lora: LoraSpec, seed: int) -> None
             offsets, sizes = box.place.offsets, box.place.sizes
             part = tuple(slice(o, o + n) for o, n in zip(offsets[-2:], sizes[-2:], strict=True))
             # Of each expert by itself: a process draws those that it has.
-            held = range(offsets[0], offsets[0] + sizes[0]) if experts else [None]
-            values = [_first_values(_named(box.name, expert), rank, inputs, lora, seed)[part] for expert in held]
+            held = range(offsets[0], offsets[0] + sizes[0])
+            names = [f"{box.name} {expert}" for expert in held] if experts else [box.name]
+            values = [_first_values(name, rank, inputs, lora, seed)[part] for name in names]
             if values:
                 box.write(torch.stack(values) if experts else values[0])
-
-
-def _named(name: str, expert: int | None) -> str:
-    return name if expert is None else f"{name} {expert}"
 
 
 def _first_values(name: str, rank: int, inputs: int, lora: LoraSpec, seed: int) -> torch.Tensor:
