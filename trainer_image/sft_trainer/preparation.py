@@ -199,8 +199,9 @@ def _adapters_in_words(lora: LoraSpec, layers: Sequence[str], stacked: Collectio
     if linear:
         yield f"adapters of rank {lora.rank} on {len(linear)} layers ({', '.join(ends(linear))})"
     if experts:
-        of_layers = len({name.rpartition(".")[0] for name in experts})
-        yield f"adapters of rank {lora.rank_of_experts} on the experts of {of_layers} ({', '.join(ends(experts))})"
+        modules = {name.rpartition(".")[0] for name in experts}
+        where = f"the experts of {len(modules)} layers ({', '.join(ends(experts))})"
+        yield f"adapters of rank {lora.rank_of_experts} on {where}"
 
 
 def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:

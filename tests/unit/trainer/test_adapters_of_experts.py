@@ -11,26 +11,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_api.adapters import OF_EXPERTS
 from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.checkpoint import pieces
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.export import values
 from sft_trainer.export.forms import Adapters
-from sft_trainer.flops import ModelFlops
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.experts import PROVEN
-from sft_trainer.models.lora import add_adapters, initialize_adapters, is_adapter
+from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.quantised import packed_weights
+from sft_trainer.preparation import _part_that_is_trained
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from tests import mxfp4
 from tests.adapters_of_peft import as_here, experts_of
 from tests.exports import export, exported, save
+from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.exporting import make_model
-from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, adapters_of, filled, strategy, their_loss
+from tests.unit.trainer.test_lora import BINS, TRAINED, adapters_of, filled, strategy, their_loss
 from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 from tests.unit.trainer.test_some_modules import strategy as with_modules
 
@@ -45,9 +47,9 @@ def exports(
     """What is exported of what ``of``, which began from the model in ``folder``, has trained."""
     store = LocalStore(target.with_name(f"{target.name}-run"))
     boxes = [*of.boxes("trained"), *of.boxes("optimizer")]
-    manifest = save(boxes, store, base_digest=base_digest(build_on_meta(folder), folder))
+    saved = save(boxes, store, base_digest=base_digest(build_on_meta(folder), folder))
     adapters = Adapters(LoraSpec.model_validate(lora), form, f"file://{folder}", modules)
-    export(replace(exported(store, manifest, folder), adapters=adapters), LocalStore(target))
+    export(replace(exported(store, saved, folder), adapters=adapters), LocalStore(target))
     return target
 
 
@@ -297,16 +299,26 @@ def test_adapters_of_each_expert_start_as_those_of_a_layer_do(method: Any) -> No
         assert torch.equal(first_values(method, Rectangle(offsets, sizes)), whole[part])
 
 
-def test_a_token_counts_adapters_of_the_experts_that_it_is_sent_to(tmp_path: Path) -> None:
-    # Given a model whose tokens are sent to two of four experts
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (["all-linear"], "adapters of rank 4 on 8 layers (q_proj, k_proj, v_proj, o_proj)"),
+        (
+            ["q_proj", "experts"],
+            "adapters of rank 4 on 2 layers (q_proj) and adapters of rank 3 on the experts of 2 layers (gate_up_proj, "
+            "down_proj)",
+        ),
+        (["experts.down_proj"], "adapters of rank 3 on the experts of 2 layers (down_proj)"),
+    ],
+)
+def test_the_log_says_where_adapters_are_and_how_experts_get_some(
+    tmp_path: Path, targets: list[str], said: str
+) -> None:
     save_model("qwen3_moe", tmp_path)
-    blueprint = build_on_meta(tmp_path)
-    frozen = ModelFlops(blueprint, lambda name: False, CPU).training([[7]])
+    lora = {"rank": 4, "targetModules": targets, **({"expertRank": 3} if "all-linear" not in targets else {})}
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), lora=lora))
 
-    # When adapters are put beside them
-    add_adapters(blueprint.huggingface, LoraSpec.model_validate({"rank": 4, "targetModules": ["experts"]}))
-    trained = [parameter for name, parameter in blueprint.named_parameters() if is_adapter(name)]
+    line = _part_that_is_trained(build_on_meta(tmp_path), config)
 
-    # Then half of them are computed with, and trained
-    added = sum(parameter.numel() for parameter in trained) // 2
-    assert ModelFlops(blueprint, is_adapter, CPU).training([[7]]) - frozen == 6 * added * 7
+    assert line.startswith(f"{said}: ")
+    assert line.endswith("are not" if "all-linear" not in targets else f"are not; {OF_EXPERTS}")
