@@ -143,6 +143,8 @@ _OTHER_NAMES = {
     "loratarget": "lora.targetModules",
     "loratargetlinear": "lora.targetModules",
     "loratargetmodules": "lora.targetModules",
+    "loratargetparameters": "lora.targetModules",
+    "targetparameters": "lora.targetModules",
     "loramodulestosave": "training.trainableModules",
     "modulestosave": "training.trainableModules",
     "qlora": _PACKED,

@@ -227,6 +227,8 @@ SENTENCES = {
     "adapter: qlora": "unknown field spec.adapter; did you mean spec.lora?",
     "lora_alpha: 16": "unknown field spec.lora_alpha; did you mean spec.lora.alpha?",
     "lora: {lora_r: 8}": "unknown field spec.lora.lora_r; did you mean spec.lora.rank?",
+    "lora: {target_parameters: [experts]}": "unknown field spec.lora.target_parameters; did you mean "
+    "spec.lora.targetModules?",
     "lora: {modules_to_save: [lm_head]}": "unknown field spec.lora.modules_to_save; did you mean "
     "spec.training.trainableModules?",
     "lora: {basePrecision: 4bit}": f'spec.lora.basePrecision: {_BASE_PRECISION}, got "4bit"; did you mean nf4?',
