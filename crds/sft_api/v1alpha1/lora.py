@@ -36,7 +36,7 @@ _NAMES_EXPERTS = f"has(self.targetModules) && self.targetModules.exists(name, {_
 
 
 class LoraSpec(ApiModel):
-    """Low-rank adapters (LoRA): the model stays as it is, and what is added to its linear layers is trained."""
+    """Low-rank adapters (LoRA): the model stays as it is, and what is added to its weights is trained."""
 
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(default=32, description="Rank of what is added to each weight.")
     alpha: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(

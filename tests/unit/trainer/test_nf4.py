@@ -260,8 +260,17 @@ def test_models_whose_weights_do_not_come_in_blocks_are_refused(
     assert wrong in str(refused.value)
 
 
-def test_a_device_without_a_product_for_packed_experts_is_found_out_about_before_data_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lora", "fits"),
+    [
+        ({"basePrecision": "fp32"}, True),
+        ({"basePrecision": "nf4"}, False),
+        ({"basePrecision": "fp32", "targetModules": ["experts"]}, False),
+    ],
+    ids=str,
+)
+def test_a_device_without_our_product_for_experts_is_found_out_about_before_data_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any], fits: bool
 ) -> None:
     # Given one that has it for others
     def none(*_: Any, **__: Any) -> None:
@@ -270,15 +279,11 @@ def test_a_device_without_a_product_for_packed_experts_is_found_out_about_before
     monkeypatch.setattr(grouped_experts, "grouped_mm", none)
     save_model("qwen3_moe", tmp_path, **WIDE, **EXPERTS)
 
-    for base in ("fp32", "nf4"):
-        config = resolve(manifest(tmp_path, tmp_path.with_name("store"), lora={"basePrecision": base}))
-        model = build_on_meta(tmp_path)
-        _part_that_is_trained(model, config)
-        refused = pytest.raises(
-            ConfigError, match=r"qwen3_moe.* cannot be trained in fp32 .* only for compute capability"
-        )
-        with refused if base == "nf4" else nullcontext():
-            check_trains_on(model.huggingface, torch.device("cpu"), torch.float32)
+    model = build_on_meta(tmp_path)
+    _part_that_is_trained(model, resolve(manifest(tmp_path, tmp_path.with_name("store"), lora=lora)))
+    refused = pytest.raises(ConfigError, match=r"qwen3_moe.* cannot be trained in fp32 .* only for compute capability")
+    with nullcontext() if fits else refused:
+        check_trains_on(model.huggingface, torch.device("cpu"), torch.float32)
 
 
 def test_a_compiled_product_is_that_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
