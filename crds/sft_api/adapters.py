@@ -69,12 +69,12 @@ def adapted(
         for name in given:
             if any(named(module, [name]) for module in linear) or any(named_experts(each, [name]) for each in stacked):
                 continue
-            lacking = "no linear layer of the model is called so"
-            if means_experts(name) and not stacked:
-                lacking = "the model has no experts"
-            raise AdapterError(
-                f"lora.{field} names {name!r}, and {lacking}: its linear layers are {', '.join(ends(linear))}"
-            )
+            lacking, there = "no linear layer of the model is", f"its linear layers are {', '.join(ends(linear))}"
+            if means_experts(name):
+                lacking = "no experts of the model are" if stacked else "the model has no experts"
+                there = f"they are {', '.join(ends(stacked, 3))}" if stacked else there
+            called = " called so" if stacked or not means_experts(name) else ""
+            raise AdapterError(f"lora.{field} names {name!r}, and {lacking}{called}: {there}")
     found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
     found += [name for name in experts if not named_experts(name, excluded) and not within(name, trained)]
     if not found:
@@ -89,7 +89,7 @@ def adapted(
     return found
 
 
-def of_experts(error: AdapterError) -> str:
+def hint_on_experts(error: AdapterError) -> str:
     """What is wrong with names for a mixture of experts, which has few of the layers that people mean."""
     return f"{error}; {OF_EXPERTS}"
 

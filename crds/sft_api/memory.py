@@ -169,9 +169,12 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEst
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
-    once = {"unpacked": computed * sizes.packed_matrix, "tokens": micro_batch_tokens(spec, plan)}
+    unpacked, tokens = computed * sizes.packed_matrix, micro_batch_tokens(spec, plan)
     for (names, trained), count in Counter(blocks[first:]).items():
-        kinds[block_memory(shape, spec, computed, names, trained=trained, compiled=plan.compile, **once)] += count
+        taken = block_memory(
+            shape, spec, computed, names, trained=trained, compiled=plan.compile, unpacked=unpacked, tokens=tokens
+        )
+        kinds[taken] += count
     return estimate_of(sizes, kinds, spec, plan)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import AdapterError, adapted, of_experts, within
+from .adapters import AdapterError, adapted, hint_on_experts, within
 from .batch import with_batch_of
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
@@ -247,7 +247,7 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
         modules = spec.training.trainable_modules or ()
         adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
-        return of_experts(error) if shape.experts else str(error)
+        return hint_on_experts(error) if shape.experts else str(error)
     return ""
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_api.adapters import AdapterError, adapted, adapter_parameters, of_experts, within
+from sft_api.adapters import AdapterError, adapted, adapter_parameters, hint_on_experts, within
 from sft_api.layers import adapted_of
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
@@ -96,7 +96,7 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         if lora is not None:
             layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
-        return of_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
+        return hint_on_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     sizes = {**matrices, **stacked}
     added = adapter_parameters({name: sizes[name] for name in layers}, lora.rank, lora.rank_of_experts) if lora else 0
     experts = {name.rpartition(".")[0] for name in layers if name in stacked}

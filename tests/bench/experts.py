@@ -21,7 +21,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sft_api.v1alpha1 import LoraSpec
-from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.lora import add_adapters, is_adapter
 
 TOKENS, WIDTH, INNER, CHOSEN = 1024, 256, 192, 8
 
@@ -79,7 +79,7 @@ def cases(experts: int, rank: int) -> dict[str, Case]:
     ours, plain = model(experts), model(experts)
     add_adapters(ours, LoraSpec(rank=rank, target_modules=["experts"]))
     for name, parameter in ours.named_parameters():
-        if "lora_" in name:
+        if is_adapter(name):
             torch.nn.init.normal_(parameter, std=0.01)
     names = ["experts.gate_up_proj", "experts.down_proj"]
     options = LoraConfig(r=rank, lora_alpha=rank, target_modules=[], target_parameters=names, init_lora_weights=False)

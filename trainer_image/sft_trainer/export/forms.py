@@ -120,7 +120,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "lora_alpha": alpha,
         "lora_dropout": lora.dropout,
         "target_modules": shortest(layers, linear),
-        **(_of_experts(lora, shortest(experts, stacked, 2)) if experts else {}),
+        **(_parameters_of_peft(lora, shortest(experts, stacked, 2)) if experts else {}),
         "exclude_modules": None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -132,7 +132,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     }
 
 
-def _of_experts(lora: LoraSpec, names: Sequence[str]) -> dict[str, Any]:
+def _parameters_of_peft(lora: LoraSpec, names: Sequence[str]) -> dict[str, Any]:
     """Fields of peft's ``LoraConfig`` for adapters of experts, which are parameters of those ``names`` for it."""
     own = lora.rank_of_experts
     if own == lora.rank:

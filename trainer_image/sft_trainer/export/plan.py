@@ -176,14 +176,11 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
 def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
     """The one file of what of ``model`` is trained (``trains``: its adapters, and modules besides), as peft reads it:
     its names, and fp32, as they are trained. Tied weights are there under each of their names: peft ties nothing."""
-    names = model.names
     others: dict[str, list[str]] = {}
     for other, parameter in tied_names(model.huggingface).items():
         others.setdefault(parameter, []).append(other)
     entries = [
-        Entry(f"{_PEFT_PREFIX}{name}", tuple(tensor.shape), _as_module(names.parts(parameter, tuple(tensor.shape))))
-        if (stacked := stacked_adapter(model.huggingface, parameter)) is None
-        else _of_experts(stacked, names.parts(parameter, tuple(tensor.shape)))
+        _peft_entry(model, parameter, tuple(tensor.shape), name)
         for parameter, tensor in stored_tensors(model)
         if trains(parameter)
         for name in (parameter, *others.get(parameter, []))
@@ -191,7 +188,15 @@ def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
     return Plan((File(EXPORT_ADAPTER, tuple(entries)),))
 
 
-def _of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPart]) -> Entry:
+def _peft_entry(model: CausalLM, parameter: str, shape: tuple[int, ...], name: str) -> Entry:
+    """The ``parameter`` of ``model``, of ``shape``, as it lies in peft's file by ``name``."""
+    canonical, stacked = model.names.parts(parameter, shape), stacked_adapter(model.huggingface, parameter)
+    if stacked is None:
+        return Entry(f"{_PEFT_PREFIX}{name}", shape, _as_module(canonical))
+    return _adapter_of_experts(stacked, canonical)
+
+
+def _adapter_of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPart]) -> Entry:
     """A or B of the adapters of experts as peft has them: matrices of as many rows, or columns, as all ranks make.
 
     A wrapper of the module for each of its parameters that is adapted, one within the other, the first the innermost.

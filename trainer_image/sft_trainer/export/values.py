@@ -63,7 +63,7 @@ class Values:
         self._manifest = manifest
         self._names = names
         self._added = added or {}
-        self._stacked: tuple[Beside, Box, Box] | None = None
+        self._stacked: tuple[str, int, Box, Box] | None = None
         self._packed = packed
         self._get_base = base
         self._base_folder: Path | None = None
@@ -149,16 +149,24 @@ class Values:
             a, b = self._factors(beside, *places, on_bytes)
             box.local.addmm_(b.local, a.local, alpha=beside.scaling)
             return
-        if self._stacked is None or self._stacked[0] != replace(beside, first=0):
-            # Read once for all experts: a block has few of them, and the next ones come after it.
-            places = Rectangle.whole(beside.a.shape), Rectangle.whole(beside.b.shape)
-            self._stacked = (replace(beside, first=0), *self._factors(beside, *places, on_bytes))
-        ((expert, several),) = experts
         first += beside.first
-        a_of = self._stacked[1].local[expert : expert + several, :, left : left + columns]
-        b_of = self._stacked[2].local[expert : expert + several, first : first + rows]
-        factors = (a_of.mT, b_of.mT) if beside.turned else (b_of, a_of)
-        box.local.baddbmm_(*factors, alpha=beside.scaling)
+        for expert, weight in enumerate(box.local, experts[0][0]):
+            whole_a, whole_b = self._factors_of(expert, beside, on_bytes)
+            a_part, b_part = whole_a[:, left : left + columns], whole_b[first : first + rows]
+            factors = (a_part.T, b_part.T) if beside.turned else (b_part, a_part)
+            weight.addmm_(*factors, alpha=beside.scaling)
+
+    def _factors_of(self, expert: int, beside: Beside, on_bytes: OnBytes) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B of one ``expert``, read together with those of as many others as a block may hold."""
+        (count, *a_size), (_, *b_size) = beside.a.shape, beside.b.shape
+        together = max(1, BLOCK_BYTES // (4 * (math.prod(a_size) + math.prod(b_size))))
+        begin = expert // together * together
+        if self._stacked is None or self._stacked[:2] != (beside.a.name, begin):
+            held = min(together, count - begin)
+            a_place, b_place = (Rectangle((begin, 0, 0), (held, *size)) for size in (a_size, b_size))
+            self._stacked = (beside.a.name, begin, *self._factors(beside, a_place, b_place, on_bytes))
+        _, _, a, b = self._stacked
+        return a.local[expert - begin], b.local[expert - begin]
 
     def _factors(self, beside: Beside, a_place: Rectangle, b_place: Rectangle, on_bytes: OnBytes) -> tuple[Box, Box]:
         """A and B, of each what lies there."""
@@ -191,17 +199,14 @@ class Values:
 
 
 def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
-    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint.
-
-    What lies in the file in another order is not cut: adapters of experts, which are small.
-    """
+    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint."""
     block: list[Part] = []
     filled = 0
     for part in parts:
         number = index.numbers.get((part.name, WEIGHT))
         itemsize = part.dtype.itemsize if number is None else index.tensors[number].itemsize
         ends = np.zeros(0, np.int64) if number is None or not part.shape else _row_ends(index, number)
-        for place in [part.place] if part.order else _cut(part.place, itemsize, ends):
+        for place in _slices(part, itemsize) if part.order else _cut(part.place, itemsize, ends):
             nbytes = math.prod(place.sizes) * itemsize
             if block and filled + nbytes > BLOCK_BYTES:
                 yield block
@@ -210,6 +215,17 @@ def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
             filled += nbytes
     if block:
         yield block
+
+
+def _slices(part: Part, itemsize: int) -> Iterator[Rectangle]:
+    """``part``, whose dimensions lie in the file in another order, along the one that is the first there."""
+    first, sizes = part.order[0], part.place.sizes
+    each = math.prod(sizes) // sizes[first] * itemsize
+    at_once = max(1, BLOCK_BYTES // each)
+    for begin in range(0, sizes[first], at_once):
+        offsets, held = [0] * len(sizes), list(sizes)
+        offsets[first], held[first] = begin, min(at_once, sizes[first] - begin)
+        yield Rectangle(tuple(offsets), tuple(held))
 
 
 def _row_ends(index: Index, number: int) -> Integers:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from sft_api.adapters import AdapterError, adapted, of_experts
+from sft_api.adapters import AdapterError, adapted, hint_on_experts
 from sft_api.memory import ROW_MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
@@ -75,8 +75,7 @@ class ExpertsAdapter(nn.Module):
     def __init__(self, stacked: torch.Tensor, rank: int, scaling: float, *, turned: bool) -> None:
         """``stacked`` is (experts, outputs, inputs), or ``turned`` (experts, inputs, outputs)."""
         super().__init__()
-        experts, *sizes = stacked.shape
-        outputs, inputs = reversed(sizes) if turned else sizes
+        experts, outputs, inputs = _sizes(stacked, turned=turned)
         self.lora_A = _Stacked(experts, rank, inputs, stacked.device)
         self.lora_B = _Stacked(experts, outputs, rank, stacked.device)
         self.scaling = scaling
@@ -90,6 +89,11 @@ class ExpertsAdapter(nn.Module):
             a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))
         lower = grouped_experts.grouped_linear(inputs, a, ends, turned=False) * self.scaling
         return grouped_experts.grouped_linear(lower, b, ends, turned=False)
+
+
+def _sizes(weight: torch.Tensor, *, turned: bool) -> tuple[int, ...]:
+    """(outputs, inputs), of experts (experts, outputs, inputs), of a ``weight`` that may be ``turned``."""
+    return tuple((weight.mT if turned else weight).shape)
 
 
 def stacked_weights(huggingface: Any) -> list[str]:
@@ -126,7 +130,7 @@ def adapted_layers(huggingface: Any, lora: LoraSpec, trained: Collection[str] = 
     try:
         return adapted(names, head, lora.target_modules, lora.exclude_modules, trained, stacked_weights(huggingface))
     except AdapterError as error:
-        raise ConfigError(of_experts(error) if has_experts(huggingface) else str(error)) from error
+        raise ConfigError(hint_on_experts(error) if has_experts(huggingface) else str(error)) from error
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
@@ -199,12 +203,12 @@ def adapters_beside(huggingface: Any, names: Names, lora: LoraSpec, trained: Col
         module, _, leaf = name.rpartition(".")
         adapter = f"{module}.{grouped_experts.ADAPTERS}.{leaf}" if of_experts else name
         turned = of_experts and huggingface.get_submodule(module).is_transposed
-        shape = tuple(huggingface.get_parameter(weight).shape)
-        *experts, outputs, inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
+        whole = huggingface.get_parameter(weight)
+        *experts, outputs, inputs = _sizes(whole, turned=turned)
         rank = lora.rank_of_experts if of_experts else lora.rank
         (a,) = names.parts(f"{adapter}.{A}", (*experts, rank, inputs))
         (b,) = names.parts(f"{adapter}.{B}", (*experts, outputs, rank))
-        for part in names.parts(weight, shape):
+        for part in names.parts(weight, tuple(whole.shape)):
             found[part.name] = Beside(a, b, lora.scaling, 0 if turned else part.start[-2], turned)
     return found
 
