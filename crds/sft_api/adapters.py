@@ -106,6 +106,15 @@ def shortest(modules: Collection[str], linear: Collection[str], parts: int = 1) 
     return short if {name for name in linear if named(name, short)} == {*modules} else sorted(modules)
 
 
+def no_such_module(name: str, parameters: Iterable[str]) -> str:
+    """What is wrong with ``name`` in training.trainableModules, of a model that has such ``parameters``."""
+    there = (re.sub(r"\.\d+\.", ".N.", parameter).rpartition(".")[0] for parameter in parameters)
+    return (
+        f"training.trainableModules names {name!r}, and no module of the model with weights is called so: there are "
+        f"{', '.join(dict.fromkeys(there))}"
+    )
+
+
 def adapter_parameters(shapes: Mapping[str, tuple[int, ...]], rank: int, rank_of_experts: int) -> int:
     """Parameters of the adapters of linear layers with these weights, (outputs, inputs), and of experts with these,
     (experts, outputs, inputs): A and B of each."""

@@ -1,6 +1,5 @@
 """Which layers of a model of a known shape are trained, get adapters, or are held in 4 bits: by name, of each block."""
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
@@ -24,41 +23,39 @@ def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int],
     return _named_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
 
 
-_NORMS_OF_A_BLOCK = "*"
-"""In place of a name: what is no linear layer, and trained where all of a block is."""
-_REST_OF_A_BLOCK = "mlp.experts"
-"""The same of a mixture of experts, most of which they are."""
-_NUMBERED = re.compile(r"(?:.*\.)?(\d+)(?:\..*)?")
-"""The name of a block, or of a module within it, which says its number."""
-
-
 @lru_cache(maxsize=32)
 def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[int], int]:
     """The numbers of ``trained_weights`` where ``names`` are those of ``training.trainableModules``.
 
-    They are asked for again and again by who tries shapes.
-
-    What a name means that is no linear layer here, such as a norm, is taken for a vector of each block, or of the one
-    that it names: whether the model has it, the trainer says.
+    They are asked for again and again by who tries shapes. What means nothing is left to others to refuse.
     """
-    inside = {name: outputs * inputs for name, (outputs, inputs) in shape.linear.items()}
-    inside[_REST_OF_A_BLOCK if shape.experts else _NORMS_OF_A_BLOCK] = shape.block_parameters - sum(inside.values())
-    outside = {EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size}
-    outside[HEAD] = 0 if shape.tied else shape.head_parameters
-    known: set[str] = set()
+    inside, outside = shape.modules, _outside(shape)
+    blocks = [_counted(inside, names, f"{_BLOCKS}{block}.") for block in range(shape.layers)]
+    return tuple(blocks), _counted(outside, names)
 
-    def counted(modules: Mapping[str, int], prefix: str = "") -> int:
-        meant = {name: meanings(f"{prefix}{name}.weight") for name in modules}
-        known.update(*meant.values())
-        return sum(number for name, number in modules.items() if not meant[name].isdisjoint(names))
 
-    blocks = [counted(inside, f"{_BLOCKS}{block}.") for block in range(shape.layers)]
-    root = counted(outside)
-    for name in names - known:
-        numbered = _NUMBERED.fullmatch(name)
-        for block in range(shape.layers) if numbered is None else {int(numbered[1])} & {*range(shape.layers)}:
-            blocks[block] += shape.hidden_size
-    return tuple(blocks), root
+def _outside(shape: ModelShape) -> dict[str, int]:
+    """Parameters of the modules outside of blocks."""
+    head = 0 if shape.tied else shape.head_parameters
+    return {EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size, HEAD: head}
+
+
+def _counted(modules: Mapping[str, int], names: frozenset[str], prefix: str = "") -> int:
+    return sum(number for name, number in modules.items() if not meanings(f"{prefix}{name}.weight").isdisjoint(names))
+
+
+@lru_cache(maxsize=32)
+def names_of_modules(shape: ModelShape) -> frozenset[str]:
+    """All that means a module of the model with weights, or one in which there are some."""
+    inside = (f"{_BLOCKS}{block}.{name}" for block in range(shape.layers) for name in shape.modules)
+    return frozenset().union(*(meanings(f"{name}.weight") for name in (*inside, *_outside(shape))))
+
+
+def some_parameters(shape: ModelShape) -> list[str]:
+    """Names of parameters, one of each module with weights, of one block only."""
+    first, last, head = _outside(shape)
+    inside = (f"{_BLOCKS}0.{name}" for name in shape.modules)
+    return [f"{name}.weight" for name in (first, *inside, last, head)]
 
 
 def trains_module(module: str, spec: SFTJobSpec) -> bool:

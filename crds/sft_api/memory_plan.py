@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import AdapterError, adapted, hint_on_experts, within
+from .adapters import AdapterError, adapted, hint_on_experts, no_such_module, within
 from .batch import with_batch_of
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .layers import EMBEDDINGS, HEAD, packed_of
+from .layers import EMBEDDINGS, HEAD, names_of_modules, packed_of, some_parameters
 from .megatron import model_problem
 from .memory import (
     EXPORT_BYTES,
@@ -270,8 +270,8 @@ def _packing_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
 
 
 def _modules_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
-    """Which name of ``training.trainableModules`` surely means nothing in a model of ``shape``, or one of two that
-    tied weights have; else empty. Of others the trainer tells, which has the model."""
+    """Which name of ``training.trainableModules`` means nothing in a model of ``shape``, or one of two that tied
+    weights have; else empty."""
     names = spec.training.trainable_modules or ()
     for name in names:
         layer = _OF_A_LAYER.fullmatch(name)
@@ -285,6 +285,8 @@ def _modules_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
                 f"training.trainableModules names {name!r}, which is the same tensor as {EMBEDDINGS} in "
                 f"{spec.model.uri}: name that too, or instead"
             )
+        if name not in names_of_modules(shape):
+            return no_such_module(name, some_parameters(shape))
     return ""
 
 

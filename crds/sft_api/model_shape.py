@@ -59,6 +59,19 @@ FAMILIES: Mapping[str, Family] = {
 """The architectures that are counted by a formula; the trainer counts any other one as it is."""
 
 
+_NORMS = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Names of those of a block that are as wide as the model."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """A decoder of equal blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them.
@@ -143,19 +156,36 @@ class ModelShape:
     @property
     def norms(self) -> int:
         """Norms of the width of the model in a block."""
-        return 4 if self.family.norms == "both" else 2
+        return len(_NORMS[self.family.norms])
+
+    @property
+    def modules(self) -> dict[str, int]:
+        """Parameters of each module of a block that has some of its own, by name."""
+        found = {name: outputs * inputs for name, (outputs, inputs) in self.linear.items()}
+        if self.attention_bias:
+            projections = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.keys) | {"q_proj": self.queries}
+            if self.family.fused:
+                projections = {"qkv_proj": self.queries + 2 * self.keys}
+            for name, outputs in projections.items():
+                found[f"self_attn.{name}"] += outputs
+        if self.output_bias:
+            found["self_attn.o_proj"] += self.hidden_size
+        if self.family.sinks:
+            found["self_attn"] = self.heads
+        if self.family.query_key_norm:
+            over_heads = self.family.query_key_norm == "head"
+            found["self_attn.q_norm"] = self.head_size if over_heads else self.queries
+            found["self_attn.k_norm"] = self.head_size if over_heads else self.keys
+        if self.experts:
+            router = self.hidden_size + (1 if self.family.biased else 0)
+            found["mlp.router" if self.family.biased else "mlp.gate"] = self.experts * router
+            found["mlp.experts"] = self.experts * self._expert_parameters
+        return found | dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
 
     @property
     def block_parameters(self) -> int:
         """Of one block."""
-        matrices = sum(outputs * inputs for outputs, inputs in self.linear.values())
-        biases = (self.queries + 2 * self.keys if self.attention_bias else 0) + (
-            self.hidden_size if self.output_bias else 0
-        )
-        normed = {"": 0, "head": 2 * self.head_size, "whole": self.queries + self.keys}[self.family.query_key_norm]
-        router = self.hidden_size + (1 if self.family.biased else 0)
-        mixture = self.experts * (self._expert_parameters + router) + (self.heads if self.family.sinks else 0)
-        return matrices + biases + self.norms * self.hidden_size + normed + mixture
+        return sum(self.modules.values())
 
     @property
     def _expert_parameters(self) -> int:

@@ -1,13 +1,12 @@
 """What of a model is trained: which parameters, the dtype each is loaded in, and which are saved."""
 
-import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from sft_api.adapters import within
+from sft_api.adapters import no_such_module, within
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import Quantised
 
@@ -90,13 +89,4 @@ def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
                     f"this model: name {tied[shared].rpartition('.')[0]} too, or instead"
                 )
         elif not found:
-            raise ConfigError(
-                f"training.trainableModules names {module!r}, and no module of the model with weights is called so: "
-                f"there are {', '.join(_modules(own))}"
-            )
-
-
-def _modules(parameters: Iterable[str]) -> list[str]:
-    """Modules that have weights of their own, layers without their numbers; each once."""
-    modules = (re.sub(r"\.\d+\.", ".N.", name).rpartition(".")[0] for name in parameters if not is_adapter(name))
-    return list(dict.fromkeys(modules))
+            raise ConfigError(no_such_module(module, [name for name in own if not is_adapter(name)]))

@@ -309,6 +309,13 @@ def test_a_config_of_any_number_of_layers_is_looked_at_soon() -> None:
             "training.trainableModules names 'lm_head', which is the same tensor as model.embed_tokens in "
             "hf://Qwen/Qwen3-0.6B: name that too, or instead",
         ),
+        (
+            ["layers.3.self_attn.q_norm", "mlp.fc1"],
+            "training.trainableModules names 'mlp.fc1', and no module of the model with weights is called so: there "
+            "are model.embed_tokens, model.layers.N.self_attn.q_proj, model.layers.N.self_attn.k_proj, ",
+        ),
+        (["layer.3"], "training.trainableModules names 'layer.3', and no module"),
+        (["q_proj.weight"], "training.trainableModules names 'q_proj.weight', and no module"),
     ],
 )
 def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], words: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.layers import adapted_of
+from sft_api.layers import adapted_of, some_parameters
 from sft_api.memory import NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import shape_of
 from sft_trainer.models import packed_rows, quantised, tracking
@@ -87,6 +87,31 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
     )
     adapted = adapted_of(shape, asked)[0]
     return block_memory(shape, asked, computed.itemsize, adapted, tokens=TOKENS), seen
+
+
+WITH_BIASES = ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "biased"), [*((kind, False) for kind in FAMILIES), *((kind, True) for kind in WITH_BIASES)]
+)
+def test_modules_and_their_parameters_are_those_of_transformers(kind: str, biased: bool) -> None:
+    # Given a model, also with biases where its config can say so
+    huggingface: Any = model_of(kind, **({"attention_bias": True} if biased else {})).huggingface
+    shape = shape_of(huggingface.config.to_dict())
+    assert shape is not None
+
+    own = {
+        name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        for name, module in huggingface.named_modules()
+    }
+
+    inside = {f"model.layers.{block}.{name}": n for block in range(shape.layers) for name, n in shape.modules.items()}
+    assert {name: number for name, number in own.items() if number and ".layers." in name} == inside
+    outside = {name for name, number in own.items() if number and ".layers." not in name}
+    assert {parameter.removesuffix(".weight") for parameter in some_parameters(shape)} == outside | {
+        name for name in inside if ".layers.0." in name
+    }
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
