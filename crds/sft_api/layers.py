@@ -52,10 +52,10 @@ def names_of_modules(shape: ModelShape) -> frozenset[str]:
 
 
 def some_parameters(shape: ModelShape) -> list[str]:
-    """Names of parameters, one of each module with weights, of one block only."""
-    first, last, head = _outside(shape)
+    """Names of parameters, one of each module with weights of its own, of one block only."""
+    first, *others = (name for name, number in _outside(shape).items() if number)
     inside = (f"{_BLOCKS}0.{name}" for name in shape.modules)
-    return [f"{name}.weight" for name in (first, *inside, last, head)]
+    return [f"{name}.weight" for name in (first, *inside, *others)]
 
 
 def trains_module(module: str, spec: SFTJobSpec) -> bool:
