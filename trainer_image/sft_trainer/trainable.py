@@ -79,7 +79,9 @@ def trainable_of(config: TrainerConfig) -> Trainable:
 def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
     """Raise ``ConfigError`` where ``modules`` (training.trainableModules) has names that mean nothing in a Hugging Face
     model, or one name of two that tied weights have."""
-    own, tied = [name for name, _ in huggingface.named_parameters()], tied_names(huggingface)
+    # Adapters may be there already: their modules are called as what they are beside, and none of the model's.
+    own = [name for name, _ in huggingface.named_parameters() if not is_adapter(name)]
+    tied = tied_names(huggingface)
     for module in modules:
         found = [name for name in own if within(name, [module])]
         if shared := next((name for name in tied if within(name, [module])), None):
@@ -89,4 +91,4 @@ def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
                     f"this model: name {tied[shared].rpartition('.')[0]} too, or instead"
                 )
         elif not found:
-            raise ConfigError(no_such_module(module, [name for name in own if not is_adapter(name)]))
+            raise ConfigError(no_such_module(module, own))

@@ -166,6 +166,18 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
             torch.testing.assert_close(their_loss(model), expected, rtol=1e-6, atol=0)
 
 
+def test_modules_that_are_called_as_a_tensor_of_experts_are_alone_trained_whole(tmp_path: Path) -> None:
+    # Given a shared expert whose down_proj is trained, beside adapters of what experts have of that name
+    folder = tmp_path / "model"
+    save_model("qwen2_moe", folder)
+    ours = filled(with_modules(folder, ["down_proj"], lora=EVERYTHING))
+    adapter = exports(ours, folder, EVERYTHING, "adapter", tmp_path / "adapter", ("down_proj",))
+
+    # Then peft is told of that layer alone
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == [f"model.layers.{layer}.mlp.shared_expert.down_proj" for layer in (0, 1)]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_numbers_are_the_same_to_the_last_bit_whatever_is_computed_again(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sft_api.adapters import within
+from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.errors import ConfigError
 from sft_trainer.flops import ModelFlops
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
@@ -240,3 +241,12 @@ def test_what_is_trained_whole_gets_no_adapters(tmp_path: Path) -> None:
     assert adapted == {f"model.layers.0.{'' if '.' in name else 'mlp.'}{name}" for name in linear}
     with pytest.raises(ConfigError, match=r"^lora.excludeModules and training.trainableModules leave nothing to train"):
         strategy(tmp_path, ["layers"], lora={"rank": 2})
+
+
+@pytest.mark.parametrize("name", ["adapters", "gate_up_proj", "lora_A"])
+def test_adapters_are_no_modules_that_could_be_named(tmp_path: Path, name: str) -> None:
+    # Given a model whose experts' gate and up are stacked in a tensor, which is no module, and have adapters
+    huggingface = save_model("qwen2_moe", tmp_path)
+    add_adapters(huggingface, LoraSpec(target_modules=["all-linear", "experts"]))
+    with pytest.raises(ConfigError, match=f"names '{name}', and no module of the model with weights is called so"):
+        check_modules(huggingface, [name])

@@ -106,6 +106,8 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     stacked = stacked_weights(model.huggingface)
     lora = adapters.lora
     alpha = _number(lora.effective_alpha)
+    # Before there are adapters, whose modules are called as what they are beside.
+    modules = _modules_of_peft(model, adapters.modules)
     chosen = add_adapters(model.huggingface, lora, adapters.modules)
     layers, experts = [name for name in chosen if name not in stacked], [name for name in chosen if name in stacked]
     base, revision = adapters.base_uri.removeprefix("file://"), ""
@@ -127,7 +129,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "init_lora_weights": True if lora.init_method == "kaiming" else lora.init_method,
         "use_rslora": False,
         "use_dora": False,
-        "modules_to_save": _modules_of_peft(model, adapters.modules) or None,
+        "modules_to_save": modules or None,
         "inference_mode": True,
     }
 
