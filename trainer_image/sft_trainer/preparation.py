@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from sft_api.adapters import OF_EXPERTS, ends
+from sft_api.place import form_of
 from sft_api.progress import Phase
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning, schedule_warning
@@ -31,7 +32,7 @@ from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
 from .models.grouped_experts import use_if_packed
-from .models.lora import add_adapters, stacked_weights
+from .models.lora import add_adapters, lost_on_peft, stacked_weights
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
@@ -63,6 +64,11 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     digest = base_digest(model, path)
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
+    if form_of(spec) == "adapter" and (lost := lost_on_peft(model.huggingface)):
+        reporter.warn(
+            f"peft takes {', '.join(lost)} of this model for its experts, and loads no adapters of other layers that "
+            "are called so: name them in lora.excludeModules, or set export.mergeAdapter"
+        )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)
     return path, model, digest, _uncompiled(config, model.huggingface, device, computed)

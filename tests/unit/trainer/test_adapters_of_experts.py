@@ -24,7 +24,8 @@ from sft_trainer.models.experts import PROVEN
 from sft_trainer.models.lora import initialize_adapters
 from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.quantised import packed_weights
-from sft_trainer.preparation import _part_that_is_trained
+from sft_trainer.preparation import _part_that_is_trained, prepare_model
+from sft_trainer.reporting import Reporter
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from tests import mxfp4
 from tests.adapters_of_peft import as_here, experts_of
@@ -164,6 +165,52 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
     with torch.no_grad():
         for model in (theirs, merged):
             torch.testing.assert_close(their_loss(model), expected, rtol=1e-6, atol=0)
+
+
+NAMES = ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "excluded", "lost"),
+    [
+        ("glm4_moe", {}, [], NAMES),
+        ("glm4_moe", {}, NAMES, []),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, [], NAMES),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, NAMES[1:], NAMES[:1]),
+        ("qwen2_moe", {}, [], []),
+        ("granitemoeshared", {}, [], []),
+    ],
+)
+def test_layers_whose_adapters_peft_does_not_load_are_warned_of(
+    tmp_path: Path, kind: str, options: dict[str, Any], excluded: list[str], lost: list[str]
+) -> None:
+    from peft import PeftModel
+
+    # Given adapters of linear layers beside experts, and what peft makes of their export
+    folder = tmp_path / "model"
+    reference = save_model(kind, folder, **options)
+    lora = {"rank": 4, "excludeModules": excluded}
+    ours = filled(strategy(folder, lora))
+    adapter = exports(ours, folder, lora, "adapter", tmp_path / "adapter")
+    try:
+        loaded = their_loss(PeftModel.from_pretrained(reference, adapter))
+    except ValueError:  # of gate alone it asks for up
+        loaded = torch.tensor(torch.nan)
+
+    # When a run begins with it, then it warns where that is not what was trained
+    told = {}
+    for merge in (False, True):
+        reporter = Reporter(tmp_path, writes=False)
+        document = manifest(tmp_path, tmp_path / "store", lora=lora, export={"mergeAdapter": merge})
+        document["spec"]["model"] = {"uri": f"file://{folder}"}
+        prepare_model(resolve(document), reporter, CPU)
+        told[merge] = reporter.progress.warnings
+    trained = ours.forward_sums(BINS)[0].float()
+    assert torch.isclose(loaded, trained, rtol=1e-6) == (not lost)
+    assert [warning.partition(" of this model")[0] for warning in told[False]] == [
+        f"peft takes {', '.join(lost)}" for _ in lost[:1]
+    ]
+    assert told[True] == []
 
 
 def test_modules_that_are_called_as_a_tensor_of_experts_are_alone_trained_whole(tmp_path: Path) -> None:

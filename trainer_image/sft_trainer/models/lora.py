@@ -154,6 +154,19 @@ def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()
     return chosen
 
 
+_TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_TYPES_TAKEN_FOR_EXPERTS = ("flex_olmo", "glm4_moe", "olmoe", "qwen3_moe")
+"""Types of whose layers peft takes all that are called so for experts, as they were modules of their own once."""
+
+
+def lost_on_peft(huggingface: Any) -> list[str]:
+    """Ends of the names of those linear layers of ``huggingface`` with adapters of which peft loads none."""
+    if huggingface.config.model_type not in _TYPES_TAKEN_FOR_EXPERTS:
+        return []
+    found = {name.rpartition(".")[2] for name, part in huggingface.named_modules() if isinstance(part, LoraLinear)}
+    return [name for name in _TAKEN_FOR_EXPERTS if name in found]
+
+
 @dataclass(frozen=True)
 class StackedAdapter:
     """Where a parameter of the adapters of experts belongs."""
