@@ -3,7 +3,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 ALL_LINEAR = "all-linear"
 """In place of names: every linear layer of the model but its head."""
@@ -52,7 +52,7 @@ def adapted(
     targets: Collection[str],
     excluded: Collection[str],
     trained: Collection[str] = (),
-    stacked: Collection[str] = (),
+    stacked: Sequence[str] = (),
 ) -> list[str]:
     """The linear layers that get adapters, of all that a model has (``linear``, full names, in order), and behind them
     the tensors of experts that do, of those that are ``stacked`` (full names, in order).
@@ -69,12 +69,12 @@ def adapted(
         for name in given:
             if any(named(module, [name]) for module in linear) or any(named_experts(each, [name]) for each in stacked):
                 continue
-            lacking, there = "no linear layer of the model is", f"its linear layers are {', '.join(ends(linear))}"
+            there = f"its linear layers are {', '.join(ends(linear))}"
+            lacking = "no linear layer of the model is called so"
             if means_experts(name):
-                lacking = "no experts of the model are" if stacked else "the model has no experts"
-                there = f"they are {', '.join(ends(stacked, 3))}" if stacked else there
-            called = " called so" if stacked or not means_experts(name) else ""
-            raise AdapterError(f"lora.{field} names {name!r}, and {lacking}{called}: {there}")
+                lacking = "no experts of the model are called so" if stacked else "the model has no experts"
+                there = f"they are {stacked[0]} to {stacked[-1]}" if stacked else there
+            raise AdapterError(f"lora.{field} names {name!r}, and {lacking}: {there}")
     found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
     found += [name for name in experts if not named_experts(name, excluded) and not within(name, trained)]
     if not found:

@@ -47,6 +47,13 @@ def test_experts_that_are_trained_whole_or_excluded_get_none() -> None:
     assert adapted(LINEAR, "lm_head", ["experts"], [], ["layers.0.mlp"], STACKED) == STACKED[2:]
     with pytest.raises(AdapterError, match=r"leave nothing to train of gate_up_proj, down_proj"):
         adapted(LINEAR, "lm_head", ["experts"], [], ["experts"], STACKED)
+    for name in ("layers.2.mlp.experts", "experts.gate_proj"):
+        with pytest.raises(AdapterError) as refused:
+            adapted(LINEAR, "lm_head", ["all-linear", name], [], (), STACKED)
+        assert str(refused.value) == (
+            f"lora.targetModules names {name!r}, and no experts of the model are called so: they are "
+            "model.layers.0.mlp.experts.gate_up_proj to model.layers.1.mlp.experts.down_proj"
+        )
     with pytest.raises(AdapterError, match=r"lora.targetModules names 'experts', and the model has no experts"):
         adapted(LINEAR, "lm_head", ["experts"], [])
 
