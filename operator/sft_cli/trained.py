@@ -94,7 +94,7 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     modules, lora, stacked, layers = spec.training.trainable_modules or (), spec.lora, _stacked(shapes), list[str]()
     try:
         if lora is not None:
-            layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules, stacked)
+            layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules, [*stacked])
     except AdapterError as error:
         return hint_on_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     sizes = {**matrices, **stacked}

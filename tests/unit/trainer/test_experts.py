@@ -274,3 +274,12 @@ def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:
     assert plain.experts > 0
     pack(tmp_path)
     assert measure_trained(spec) == plain
+
+
+def test_the_plan_says_what_experts_there_are_in_files_too(tmp_path: Path) -> None:
+    save_model("flex_olmo", tmp_path)
+    lora = {"targetModules": ["layers.7.mlp.experts"]}
+    job = manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)
+    assert "no experts of the model are called so: they are model.layers.0.mlp" in str(
+        measure_trained(resolve(job).spec)
+    )
