@@ -33,7 +33,7 @@ from tests.exports import export, exported, save
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.exporting import make_model
-from tests.unit.trainer.test_lora import BINS, TRAINED, adapters_of, filled, strategy, their_loss
+from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, adapters_of, filled, strategy, their_loss
 from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
 from tests.unit.trainer.test_some_modules import strategy as with_modules
 
