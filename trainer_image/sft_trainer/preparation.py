@@ -32,7 +32,7 @@ from .models.digest import base_digest, companion_digests
 from .models.exchange import check_heads
 from .models.experts import check_balances, has_experts
 from .models.grouped_experts import use_if_packed
-from .models.lora import add_adapters, lost_on_peft, stacked_weights
+from .models.lora import add_adapters, stacked_weights, taken_for_experts
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
@@ -64,10 +64,10 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     digest = base_digest(model, path)
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
-    if form_of(spec) == "adapter" and (lost := lost_on_peft(model.huggingface)):
+    if form_of(spec) == "adapter" and spec.quantised == "nf4" and (lost := taken_for_experts(model.huggingface)):
         reporter.warn(
-            f"peft takes {', '.join(lost)} of this model for its experts, and loads no adapters of other layers that "
-            "are called so: name them in lora.excludeModules, or set export.mergeAdapter"
+            f"peft takes {', '.join(ends(lost))} of this model for its experts, and beside weights in 4 bits loads no "
+            "adapters of other layers that are called so: name them in lora.excludeModules, or set export.mergeAdapter"
         )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     check_trains_on(model.huggingface, device, computed)

@@ -167,50 +167,55 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
             torch.testing.assert_close(their_loss(model), expected, rtol=1e-6, atol=0)
 
 
-NAMES = ["gate_proj", "up_proj", "down_proj"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "options", "excluded", "lost"),
+    ("kind", "options", "lora"),
     [
-        ("glm4_moe", {}, [], NAMES),
-        ("glm4_moe", {}, NAMES, []),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, [], NAMES),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, NAMES[1:], NAMES[:1]),
-        ("qwen2_moe", {}, [], []),
-        ("granitemoeshared", {}, [], []),
+        ("glm4_moe", {}, {"dropout": 0.1}),
+        ("glm4_moe", {}, {"excludeModules": ["up_proj", "down_proj"]}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, {"targetModules": ["all-linear", "experts"], "expertRank": 3}),
+        ("qwen2_moe", {}, {}),
+        ("granitemoeshared", {}, {}),
     ],
 )
-def test_layers_whose_adapters_peft_does_not_load_are_warned_of(
-    tmp_path: Path, kind: str, options: dict[str, Any], excluded: list[str], lost: list[str]
+def test_peft_loads_layers_that_are_called_as_its_experts_were(
+    tmp_path: Path, kind: str, options: dict[str, Any], lora: dict[str, Any]
 ) -> None:
     from peft import PeftModel
 
-    # Given adapters of linear layers beside experts, and what peft makes of their export
+    # Given adapters of linear layers beside experts: gate_proj and the like, by which peft means experts of some types
     folder = tmp_path / "model"
     reference = save_model(kind, folder, **options)
-    lora = {"rank": 4, "excludeModules": excluded}
+    lora = {"rank": 4, **lora}
     ours = filled(strategy(folder, lora))
-    adapter = exports(ours, folder, lora, "adapter", tmp_path / "adapter")
-    try:
-        loaded = their_loss(PeftModel.from_pretrained(reference, adapter))
-    except ValueError:  # of gate alone it asks for up
-        loaded = torch.tensor(torch.nan)
 
-    # When a run begins with it, then it warns where that is not what was trained
-    told = {}
-    for merge in (False, True):
-        reporter = Reporter(tmp_path, writes=False)
-        document = manifest(tmp_path, tmp_path / "store", lora=lora, export={"mergeAdapter": merge})
-        document["spec"]["model"] = {"uri": f"file://{folder}"}
-        prepare_model(resolve(document), reporter, CPU)
-        told[merge] = reporter.progress.warnings
-    trained = ours.forward_sums(BINS)[0].float()
-    assert torch.isclose(loaded, trained, rtol=1e-6) == (not lost)
-    assert [warning.partition(" of this model")[0] for warning in told[False]] == [
-        f"peft takes {', '.join(lost)}" for _ in lost[:1]
-    ]
-    assert told[True] == []
+    loaded = PeftModel.from_pretrained(reference, exports(ours, folder, lora, "adapter", tmp_path / "adapter"))
+
+    torch.testing.assert_close(their_loss(loaded), ours.forward_sums(BINS)[0].float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "merge", "excluded", "warned"),
+    [
+        ("nf4", False, [], True),
+        ("nf4", True, [], False),
+        ("nf4", False, ["gate_proj", "up_proj", "down_proj"], False),
+        ("bf16", False, [], False),
+    ],
+)
+def test_beside_weights_in_4_bits_it_does_not_which_is_warned_of(
+    tmp_path: Path, base: str, merge: bool, excluded: list[str], warned: bool
+) -> None:
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 128}
+    save_model("glm4_moe", tmp_path / "model", **sizes)
+    lora = {"rank": 4, "basePrecision": base, "excludeModules": excluded}
+    document = manifest(tmp_path, tmp_path / "store", lora=lora, export={"mergeAdapter": merge})
+    document["spec"]["model"] = {"uri": f"file://{tmp_path}/model"}
+    reporter = Reporter(tmp_path, writes=False)
+
+    prepare_model(resolve(document), reporter, CPU)
+
+    told = [warning for warning in reporter.progress.warnings if "peft takes gate_proj, up_proj, down_proj" in warning]
+    assert len(told) == warned
 
 
 def test_modules_that_are_called_as_a_tensor_of_experts_are_alone_trained_whole(tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from sft_api.place import (
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import Beside, adapters_beside, add_adapters, is_adapter, linear_layers, stacked_weights
+from sft_trainer.models.lora import (
+    Beside,
+    adapters_beside,
+    add_adapters,
+    is_adapter,
+    linear_layers,
+    stacked_weights,
+    taken_for_experts,
+)
 from sft_trainer.models.quantised import FORMATS, packed_weights
 from sft_trainer.models.tensors import tied_names
 
@@ -109,7 +117,11 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     # Before there are adapters, whose modules are called as what they are beside.
     modules = _modules_of_peft(model, adapters.modules)
     chosen = add_adapters(model.huggingface, lora, adapters.modules)
-    layers, experts = [name for name in chosen if name not in stacked], [name for name in chosen if name in stacked]
+    # Named as layers they would be its experts to peft; beside weights in 4 bits it knows no parameters.
+    apart = taken_for_experts(model.huggingface) if lora.quantised != "nf4" else []
+    experts = shortest([name for name in chosen if name in stacked], stacked, 2)
+    parameters = [*experts, *(f"{name}.weight" for name in apart)]
+    layers = [name for name in chosen if name not in stacked and name not in apart]
     base, revision = adapters.base_uri.removeprefix("file://"), ""
     if base.startswith("hf://"):
         base, _, revision = base.removeprefix("hf://").partition("@")
@@ -120,9 +132,11 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "revision": revision or None,
         "r": lora.rank,
         "lora_alpha": alpha,
-        "lora_dropout": lora.dropout,
+        # Beside parameters peft has none, and takes no other number.
+        "lora_dropout": 0.0 if parameters else lora.dropout,
         "target_modules": shortest(layers, linear),
-        **(_parameters_of_peft(lora, shortest(experts, stacked, 2)) if experts else {}),
+        **({"target_parameters": parameters} if parameters else {}),
+        **_patterns(lora, experts),
         "exclude_modules": None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -134,14 +148,14 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     }
 
 
-def _parameters_of_peft(lora: LoraSpec, names: Sequence[str]) -> dict[str, Any]:
-    """Fields of peft's ``LoraConfig`` for adapters of experts, which are parameters of those ``names`` for it."""
+def _patterns(lora: LoraSpec, experts: Sequence[str]) -> dict[str, Any]:
+    """Fields of peft's ``LoraConfig`` for ``experts``, by name, whose rank is another than that of layers."""
     own = lora.rank_of_experts
-    if own == lora.rank:
-        return {"target_parameters": names}
+    if not experts or own == lora.rank:
+        return {}
     # One scale for all: who reads no patterns takes that of the other layers.
     patterns = {"rank_pattern": own, "alpha_pattern": _number(lora.scaling * own)}
-    return {"target_parameters": names, **{field: dict.fromkeys(names, number) for field, number in patterns.items()}}
+    return {field: dict.fromkeys(experts, number) for field, number in patterns.items()}
 
 
 def _number(value: float) -> float:

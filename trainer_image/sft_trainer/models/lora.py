@@ -159,12 +159,12 @@ _TYPES_TAKEN_FOR_EXPERTS = ("flex_olmo", "glm4_moe", "olmoe", "qwen3_moe")
 """Types of whose layers peft takes all that are called so for experts, as they were modules of their own once."""
 
 
-def lost_on_peft(huggingface: Any) -> list[str]:
-    """Ends of the names of those linear layers of ``huggingface`` with adapters of which peft loads none."""
+def taken_for_experts(huggingface: Any) -> list[str]:
+    """Names of those linear layers of ``huggingface`` with adapters that peft would load as adapters of its experts."""
     if huggingface.config.model_type not in _TYPES_TAKEN_FOR_EXPERTS:
         return []
-    found = {name.rpartition(".")[2] for name, part in huggingface.named_modules() if isinstance(part, LoraLinear)}
-    return [name for name in _TAKEN_FOR_EXPERTS if name in found]
+    layers = [name for name, part in huggingface.named_modules() if isinstance(part, LoraLinear)]
+    return [name for name in layers if name.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
 
 
 @dataclass(frozen=True)
