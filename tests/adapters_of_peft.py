@@ -22,10 +22,10 @@ def as_here(
     """
     name = plain_name(name)
     module, _, factor = name.partition(f".{_EXPERTS}.")
-    if not factor:
-        return name, value
     within = factor.count("base_layer.")
     factor = factor.replace("base_layer.", "")
+    if factor not in ("lora_A.weight", "lora_B.weight"):
+        return name, value
     if factor == "lora_A.weight":
         value = value.view(experts, -1, value.shape[-1])
     else:

@@ -151,7 +151,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
 def _patterns(lora: LoraSpec, experts: Sequence[str]) -> dict[str, Any]:
     """Fields of peft's ``LoraConfig`` for ``experts``, by name, whose rank is another than that of layers."""
     own = lora.rank_of_experts
-    if not experts or own == lora.rank:
+    if not experts or lora.expert_rank in (None, lora.rank):
         return {}
     # One scale for all: who reads no patterns takes that of the other layers.
     patterns = {"rank_pattern": own, "alpha_pattern": _number(lora.scaling * own)}
