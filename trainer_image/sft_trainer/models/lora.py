@@ -155,8 +155,8 @@ def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()
 
 
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_TYPES_TAKEN_FOR_EXPERTS = ("flex_olmo", "glm4_moe", "olmoe", "qwen3_moe")
-"""Types of whose layers peft takes all that are called so for experts, as they were modules of their own once."""
+_TYPES_TAKEN_FOR_EXPERTS = ("glm4_moe", "qwen3_moe")
+"""Types with layers beside experts that are called so, which peft takes for these: they were such modules once."""
 
 
 def taken_for_experts(huggingface: Any) -> list[str]:
