@@ -11,7 +11,7 @@ import torch
 from sft_api.layers import adapted_of, some_parameters
 from sft_api.memory import NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import shape_of
-from sft_trainer.models import packed_rows, quantised, tracking
+from sft_trainer.models import quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
@@ -168,32 +168,6 @@ def test_layers_without_adapters_keep_nothing_of_what_they_read(kind: str, names
     reckoned, seen = both(kind, lora={"rank": 32, "targetModules": names})
 
     assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.02)
-
-
-PACKED = [
-    *((kind, names) for kind in ("llama", "phi3", "gemma3_text") for names in (["all-linear"], ["o_proj"])),
-    *((kind, ["all-linear"]) for kind in ("qwen3_moe", "gpt_oss")),
-]
-
-
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
-@pytest.mark.parametrize(("kind", "names"), PACKED)
-def test_beside_a_base_in_4_bits_the_same_is_kept_and_at_most_a_matrix_is_there_besides(
-    monkeypatch: pytest.MonkeyPatch, kind: str, names: list[str], how: str
-) -> None:
-    # Given few weights that are unpacked at a time: of more of them more, as each time takes time
-    at_once = 2**20 if kind == "gpt_oss" else 2**17
-    monkeypatch.setattr(packed_rows, "_AT_ONCE", {"cpu": at_once})
-    spec = {"lora": {"rank": 32, "targetModules": names}, "training": {"activationCheckpointing": how}}
-    _, half = both(kind, **spec)
-    _, packed = both(kind, **{**spec, "lora": {**spec["lora"], "basePrecision": "nf4"}})
-
-    assert packed.kept == half.kept
-    shape = shape_of(model_of(kind).huggingface.config.to_dict())
-    assert shape is not None
-    matrix = 2 * max(rows * columns for rows, columns in {**shape.linear, **shape.stacked}.values()) / TOKENS
-    # It need not be there where most is held besides
-    assert half.working <= packed.working <= half.working + matrix + 6 * at_once / TOKENS
 
 
 @pytest.mark.parametrize("names", [["all-linear"], ["o_proj"]], ids=" ".join)
