@@ -3,6 +3,8 @@
 PYTHON := .venv/bin/python
 # Of pytest. In the order of collection, which has what takes long first; runs have more processes of their own.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Tests start hundreds of processes, which would all compile our sources anew.
+export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(CURDIR):$(CURDIR)/crds:$(CURDIR)/operator:$(CURDIR)/trainer_image
 
 .PHONY: help

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Transformed = Literal["", "scaled", "capped"]
@@ -182,7 +183,7 @@ class ModelShape:
             found["mlp.experts"] = self.experts * self._expert_parameters
         return found | dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
 
-    @property
+    @cached_property
     def block_parameters(self) -> int:
         """Of one block."""
         return sum(self.modules.values())

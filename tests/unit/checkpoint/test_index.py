@@ -200,7 +200,6 @@ def test_forged_without_a_change_is_sound() -> None:
         (forged(table=the_table(["weight", "weight", "float32", [3, 3]])), "outside its shape"),
         (forged(table=the_table(["weight", "weight", "bfloat16", [4, 3]])), "the file has 36"),
         (forged(columns=b"x"), "does not decompress"),
-        (forged(columns=bytes(2**30)), "does not decompress"),
         (forged(tail=b"more"), "does not decompress"),
     ],
 )
@@ -210,10 +209,10 @@ def test_contradictions_are_refused(raw: bytes, message: str) -> None:
 
 
 def test_a_bomb_takes_no_memory() -> None:
-    """1 GiB of zeros in a megabyte: only what the head allows is decompressed."""
-    bomb = forged(columns=bytes(2**30))
+    """256 MiB of zeros in a quarter of one: only what the head allows is decompressed."""
+    bomb = forged(columns=bytes(2**28))
     tracemalloc.start()
-    with pytest.raises(CheckpointCorruptError):
+    with pytest.raises(CheckpointCorruptError, match="does not decompress"):
         decode_index(bomb, files_of(SOUND))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

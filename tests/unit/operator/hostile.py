@@ -47,7 +47,8 @@ def mutated(random: Random, document: Any, times: int) -> Any:
     """A copy of ``document`` with so many hostile changes."""
     changed = copy.deepcopy(document)
     for _ in range(times):
-        places = list(_places(changed))
+        places: list[tuple[Any, Any]] = []
+        _collect_places(changed, places)
         if not places:
             break
         holder, name = random.choice(places)
@@ -63,11 +64,11 @@ def mutated(random: Random, document: Any, times: int) -> Any:
     return changed
 
 
-def _places(value: Any) -> Any:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in list(items):
-        yield value, name
-        yield from _places(item)
+def _collect_places(holder: Any, into: list[tuple[Any, Any]]) -> None:
+    for name, item in holder.items() if isinstance(holder, dict) else enumerate(holder):
+        into.append((holder, name))
+        if isinstance(item, (dict, list)):
+            _collect_places(item, into)
 
 
 def a_job(random: Random) -> Object:
