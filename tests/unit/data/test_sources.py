@@ -297,6 +297,21 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
         open_rows(tmp_path / name)
 
 
+def test_maps_of_a_table_are_objects_and_no_pairs(tmp_path: Path) -> None:
+    call = pa.struct([("name", pa.string()), ("arguments", pa.map_(pa.string(), pa.string()))])
+    table = pa.table({"calls": pa.array([[{"name": "sky", "arguments": [("city", "Rome")]}]], pa.list_(call))})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    ((_, row),) = open_rows(tmp_path / "rows.parquet").read(0, 1)
+    assert row == {"calls": [{"name": "sky", "arguments": {"city": "Rome"}}]}
+
+
+def test_a_map_with_a_key_twice_is_refused_with_its_row(tmp_path: Path) -> None:
+    table = pa.table({"said": pa.array([[("role", "user"), ("role", "tool")]], pa.map_(pa.string(), pa.string()))})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows.parquet rows 1 to 1 cannot be read: .*role"):
+        list(open_rows(tmp_path / "rows.parquet").read(0, 1))
+
+
 def test_a_parquet_file_damaged_inside_is_named_with_its_rows(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "rows.parquet", ROWS)
     content = bytearray(path.read_bytes())

@@ -57,8 +57,9 @@ class TableFile:
             if low < high:
                 try:
                     table = self.load_piece(self.path, piece)
-                    rows = table.slice(low - piece_start, high - low).to_pylist()
-                except (pa.ArrowException, OSError, ValueError) as error:
+                    # Else a map is a list of pairs, and arguments of tool calls would be written as such.
+                    rows = table.slice(low - piece_start, high - low).to_pylist(maps_as_pydicts="strict")
+                except (pa.ArrowException, OSError, ValueError, KeyError) as error:
                     raise DataError(
                         f"{self.path} rows {low + 1} to {high} cannot be read: {error}; write the file again"
                     ) from error

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from .kept import KeptTokens
 
-VERSION = 3
+VERSION = 4
 """To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
 
 _ROWS_PER_CHUNK = 1024
