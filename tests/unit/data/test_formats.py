@@ -276,6 +276,11 @@ def test_a_call_without_arguments_has_none_that_templates_can_write(arguments: A
     assert given.messages[1]["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
 
 
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_a_function_call_of_nothing_is_no_call(nothing: Any) -> None:
+    assert read(QUESTION, {**ANSWER, "function_call": nothing}).messages[1]["content"] == "Yo"
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_has_the_names_that_templates_read(key: str) -> None:
     message = read(QUESTION, {**ANSWER, key: "Hm."}).messages[1]
@@ -325,6 +330,10 @@ WRONG = [
     ([QUESTION, {**ANSWER, "weight": 0.5}], "message 2: weight must be 0 or 1, not 0.5"),
     ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "train is False but weight says True"),
     ([{**QUESTION, "train": True}, ANSWER], "only assistant messages can be trained"),
+    (
+        [QUESTION, {**ANSWER, "function_call": {"name": "sky", "arguments": "{}"}}],
+        "message 2 (assistant) has function_call, which is not read; write it as one of tool_calls",
+    ),
     ([QUESTION, {**ANSWER, "tool_calls": "x"}], "message 2: tool_calls must be a list of calls, not 'x'"),
     ([QUESTION, {**ANSWER, "tool_calls": [{"name": 1}]}], "a tool call needs a function with a name"),
     (

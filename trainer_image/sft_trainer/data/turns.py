@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 # Names under which a message's reasoning is stored; the first is the one that templates read.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _FUNCTION_CALL = "function_call"
-"""Of ShareGPT: the assistant calls a tool, or several."""
+"""Of ShareGPT: the assistant calls a tool, or several. Elsewhere a key of old messages, in place of tool_calls."""
 _OTHER_ROLES = {
     "human": "user",
     "prompter": "user",
@@ -154,6 +154,9 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
         message["tool_calls"] = _read_tool_calls(message["tool_calls"], where)
         if not message["tool_calls"]:
             del message["tool_calls"]
+    if message.get(_FUNCTION_CALL) and "tool_calls" not in message:
+        # No template writes it: what is left would teach the model to say nothing, or to announce a call and stop.
+        raise DataError(f"{where} ({role}) has {_FUNCTION_CALL}, which is not read; write it as one of tool_calls")
     if "content" in message:
         message["content"] = _read_content(message["content"], where)
     elif "tool_calls" not in message:
