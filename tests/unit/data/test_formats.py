@@ -269,7 +269,7 @@ def test_arguments_of_tool_calls_written_as_json_become_objects() -> None:
     assert "content" not in given.messages[1]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": {}}])
+@pytest.mark.parametrize("arguments", [{}, *({"arguments": none} for none in (None, "", "null", {}))])
 def test_a_call_without_arguments_has_none_that_templates_can_write(arguments: Any) -> None:
     calls = [{"type": "function", "function": {"name": "now", **arguments}}]
     given = read(QUESTION, {"role": "assistant", "tool_calls": calls})
@@ -339,6 +339,14 @@ WRONG = [
     (
         [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": "{x"}]}],
         "arguments of tool call 'f' are no valid JSON",
+    ),
+    (
+        [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": '"{}"'}]}],
+        """message 2: arguments of tool call 'f' must be an object or its JSON, not '"{}"'""",
+    ),
+    (
+        [QUESTION, {**ANSWER, "tool_calls": [{"name": "f", "arguments": [1]}]}],
+        "message 2: arguments of tool call 'f' must be an object or its JSON, not [1]",
     ),
     ([QUESTION, {**ANSWER, "reasoning": 1}], "message 2: reasoning must be text, not 1"),
 ]

@@ -203,16 +203,21 @@ def _read_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where}: a tool call needs a function with a name, not {quoted(call)}")
     function = dict(function)
-    if function.get("arguments") is None:
-        function["arguments"] = {}
-    if isinstance(function["arguments"], str):
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            arguments = json.loads(arguments or "{}")
         except ValueError as error:
             raise DataError(
-                f"{where}: arguments of tool call '{function['name']}' are no valid JSON ({error}): "
-                f"{quoted(function['arguments'])}"
+                f"{where}: arguments of tool call '{function['name']}' are no valid JSON ({error}): {quoted(arguments)}"
             ) from error
+    if arguments is not None and not isinstance(arguments, Mapping):
+        # Such as JSON that was written as JSON once more: the model would learn to answer with the text of an object.
+        raise DataError(
+            f"{where}: arguments of tool call '{function['name']}' must be an object or its JSON, not "
+            f"{quoted(function['arguments'])}"
+        )
+    function["arguments"] = arguments or {}
     return {**call, "function": function} if "function" in call else function
 
 
