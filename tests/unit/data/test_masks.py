@@ -21,6 +21,7 @@ from tests.parity.mask_cases import (
     assistant,
     call,
     system,
+    tool,
     user,
 )
 from tests.parity.mask_check import actual_mask, expected_mask, mask_mismatches
@@ -149,6 +150,12 @@ REFUSED = [
     ("harmony", TWO, ALL, "rewrites message 2"),
     ("chatml", (assistant("I begin."),), LAST, "does not accept this conversation"),
     ("phi3", (user("Sky?"), assistant("", **call("sky"))), LAST, "does not write the tool call 'sky' of message 2"),
+    (
+        "phi3",
+        (user("Sun?"), assistant("Wait.", **call("sky")), tool("yes"), assistant("It shines.")),
+        LAST,
+        "does not write the tool call 'sky' of message 2",
+    ),
 ]
 
 

@@ -68,10 +68,12 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
         text = template.render(messages, conversation.tools)
         spans = [_turn_span(template, text, messages, conversation.tools, turn) for turn in selected]
     trained = "".join(text[start:end] for start, end in spans)
+    for i, message in enumerate(messages):
+        _check_calls(message, i, trained if i in selected else text)
     return MarkedText(
         text,
         spans,
-        incomplete=sum(not _is_written(messages[i], i, trained) for i in selected),
+        incomplete=sum(not _is_written(messages[i], trained) for i in selected),
         context_answers=sum(
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
             for i, message in enumerate(messages)
@@ -86,18 +88,23 @@ def _says_nothing(message: Message) -> bool:
     )
 
 
-def _is_written(message: Message, turn: int, trained: str) -> bool:
-    """Whether ``trained`` holds the message's own text, whatever white space the template gave it.
+def _check_calls(message: Message, turn: int, text: str) -> None:
+    """Raises TemplateRefusal when tool calls of ``message`` are missing in ``text``.
 
-    Raises TemplateRefusal when its tool calls are missing: what is left would teach the model to answer nothing.
+    Without those that are trained the model would learn to answer nothing, and without those before its answer to say
+    by itself what a tool has told it.
     """
     for call in message.get("tool_calls", ()):
         name = call.get("function", call)["name"]
-        if name not in trained:
+        if name not in text:
             raise TemplateRefusal(
                 f"the template does not write the tool call {name!r} of message {turn + 1}; set a "
                 "model.chatTemplate that knows tools, or leave such rows out"
             )
+
+
+def _is_written(message: Message, trained: str) -> bool:
+    """Whether ``trained`` holds the message's own text, whatever white space the template gave it."""
     own = [message.get(key, "") for key in ("content", "reasoning_content")]
     if all(text in trained for text in own):
         return True
