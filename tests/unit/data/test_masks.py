@@ -148,7 +148,12 @@ REFUSED = [
         "rewrites message 2",
     ),
     ("harmony", TWO, ALL, "rewrites message 2"),
-    ("chatml", (assistant("I begin."),), LAST, "does not accept this conversation"),
+    (
+        "chatml",
+        (assistant("I begin."), *TWO),
+        ALL,
+        r'no generation prompt behind what stands before message 1 .*"train": false, .*not accept this .*no turns',
+    ),
     ("phi3", (user("Sky?"), assistant("", **call("sky"))), LAST, "does not write the tool call 'sky' of message 2"),
     (
         "phi3",
@@ -163,6 +168,12 @@ REFUSED = [
 def test_refused_with_the_reason(family: str, messages: Any, train_on: Any, reason: str) -> None:
     with pytest.raises(TemplateRefusal, match=reason):
         mark(template_of(family), turns(*messages), train_on)
+
+
+def test_an_answer_that_begins_the_conversation_may_be_left_untrained() -> None:
+    marked = mark(template_of("chatml"), turns(assistant("I begin.", train=False), *TWO), ALL)
+    assert marked is not None
+    assert [marked.text[slice(*span)] for span in marked.spans] == ["First.<|im_end|>", "Second.<|im_end|>"]
 
 
 def test_rewritten_history_is_fine_when_only_the_last_answer_is_trained() -> None:

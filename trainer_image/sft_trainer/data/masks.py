@@ -121,7 +121,14 @@ def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools
     is_last = turn == len(messages) - 1
     # What the model wrote when this turn was the last one.
     text_then = text if is_last else template.render(messages[: turn + 1], tools)
-    prompt = next(template.generation_prompts(messages[:turn], tools, text_then), None)
+    try:
+        prompt = next(template.generation_prompts(messages[:turn], tools, text_then), None)
+    except TemplateRefusal as error:  # many look at the first turn, where an answer has nothing before it
+        raise TemplateRefusal(
+            f"the template has no generation prompt behind what stands before message {turn + 1} (assistant), so the "
+            f'start of that answer is not known exactly; flag it with "train": false, put a question before it, or '
+            f"set a model.chatTemplate with {{% generation %}} markers ({error})"
+        ) from error
     if prompt is None:
         raise TemplateRefusal(_why_no_start(template, text_then, messages[:turn], tools))
     written = text_then[len(prompt) : _end_of_turn(template, text_then, len(prompt))]
