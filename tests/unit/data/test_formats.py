@@ -287,6 +287,12 @@ def test_reasoning_has_the_names_that_templates_read(key: str) -> None:
     assert message["reasoning_content"] == message["thinking"] == "Hm."
 
 
+@pytest.mark.parametrize("empty", ["reasoning_content", "thinking"])
+def test_reasoning_is_read_from_the_name_that_has_any(empty: str) -> None:
+    message = read(QUESTION, {**ANSWER, empty: "", "reasoning": "Hm."}).messages[1]
+    assert message["reasoning_content"] == message["thinking"] == "Hm."
+
+
 WRONG = [
     ([], "list of one turn or more, not []"),
     ("Hi", "must be a list of one turn or more, not 'Hi'"),

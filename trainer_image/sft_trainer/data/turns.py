@@ -166,11 +166,12 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
             f"{where} ({role}) has neither content nor tool_calls{held}; write what is said as content, or remove "
             "the row"
         )
-    reasoning = next((message[key] for key in _REASONING_KEYS if key in message), None)
+    written = [message[key] for key in _REASONING_KEYS if key in message]
+    reasoning = next(filter(None, written), written[0] if written else None)  # data may have all keys in all rows
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise DataError(f"{where}: reasoning must be text, not {quoted(reasoning)}")
-        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        message |= {"thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
     return message, _read_flag(turn, role, where)
 
 
