@@ -328,6 +328,10 @@ WRONG = [
     ([{"role": "user", "content": 7}], "message 1: content must be text or a list of text parts, not 7"),
     ([{"role": "user", "content": [{"type": "image"}]}], "text parts only, not {'type': 'image'}"),
     (
+        [QUESTION, {**ANSWER, "content": [{"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Yo"}]}],
+        "message 2: content may hold text parts only, not {'type': 'reasoning', 'text': 'Hm.'}",
+    ),
+    (
         [{"role": "user", "content": None}],
         "message 1 (user) has neither content nor tool_calls; write what is said as content, or remove the row",
     ),

@@ -34,6 +34,8 @@ _OTHER_ROLES = {
 }
 """Roles of other formats, and what they are called here."""
 _FLAG_KEYS = ("train", "weight")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts that say something; others may have a text too, as reasoning does, and it is not what is said."""
 _NAMES = ("role", "content", "from", "value")
 
 
@@ -182,7 +184,7 @@ def _read_content(content: Any, where: str) -> str:
         raise DataError(f"{where}: content must be text or a list of text parts, not {quoted(content)}")
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) else part
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS else part
         if not isinstance(text, str):
             raise DataError(f"{where}: content may hold text parts only, not {quoted(part)}")
         texts.append(text)
