@@ -63,8 +63,8 @@ class DataSource(ApiModel):
     )
     system_key: ShortText = Field(
         default="system",
-        description="Column with a system prompt, put first when a row has no system turn; another name than system "
-        "must be in the data.",
+        description="Column with a system prompt, put first when a row does not begin with a system turn; another name "
+        "than system must be in the data.",
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -250,6 +250,8 @@ def test_system_prompt_of_the_row_comes_first_unless_there_is_one() -> None:
     assert given.messages[0] == prompt
     assert given.flags == [None, None, False]
     assert read({**prompt, "content": "Own."}, QUESTION, ANSWER, system="Be kind.").messages[0]["content"] == "Own."
+    later = read(QUESTION, {**prompt, "content": "Own."}, ANSWER, system="Be kind.").messages
+    assert [message["content"] for message in later] == ["Be kind.", "Hi", "Own.", "Yo"]
 
 
 @pytest.mark.parametrize("tools", [[{"name": "sky"}], '[{"name": "sky"}]'])
