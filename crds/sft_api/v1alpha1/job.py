@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
 from .data import DataSpec
@@ -404,12 +404,35 @@ class SFTJob(ApiModel):
 
         Raises ``pydantic.ValidationError``, whose messages are those of the API server for every rule.
         """
-        return cls.model_validate(_drop_nulls(manifest), by_alias=True, by_name=False)
+        without_nulls = _drop_nulls(manifest)
+        if without_nulls != manifest:
+            without_nulls = _drop_nulls(manifest, keep=cls._unknown_fields(manifest))
+        return cls.model_validate(without_nulls, by_alias=True, by_name=False)
+
+    @classmethod
+    def _unknown_fields(cls, manifest: dict[str, Any]) -> frozenset[tuple[int | str, ...]]:
+        """Where ``manifest`` has fields that the API has not.
+
+        The API server names these before it drops nulls. One may be the rest of a value: in ``{steps: 1,000}`` YAML
+        sees one step, and a field ``000`` without a value.
+        """
+        try:
+            cls.model_validate(manifest, by_alias=True, by_name=False)
+        except ValidationError as error:
+            problems = error.errors(include_url=False, include_context=False, include_input=False)
+            return frozenset(problem["loc"] for problem in problems if problem["type"] == "extra_forbidden")
+        return frozenset()
 
 
-def _drop_nulls(value: Any) -> Any:
+def _drop_nulls(
+    value: Any, keep: frozenset[tuple[int | str, ...]] = frozenset(), at: tuple[int | str, ...] = ()
+) -> Any:
     if isinstance(value, dict):
-        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+        return {
+            key: _drop_nulls(item, keep, (*at, key))
+            for key, item in value.items()
+            if item is not None or (*at, key) in keep
+        }
     if isinstance(value, list):
-        return [_drop_nulls(item) for item in value]
+        return [_drop_nulls(item, keep, (*at, number)) for number, item in enumerate(value)]
     return value

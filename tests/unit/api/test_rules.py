@@ -63,6 +63,17 @@ def test_manifests_are_camel_case_only_and_nulls_are_absent() -> None:
         SFTJob.from_manifest({**MINIMAL, "spec": {**MINIMAL["spec"], "run_policy": {}}})
 
 
+def test_unknown_fields_without_a_value_are_refused() -> None:
+    """The API server names unknown fields before it drops nulls: in ``{steps: 1,000}`` YAML sees the field ``000``."""
+    spec = {**MINIMAL["spec"], "training": {"steps": 1, "0": None}, "lora": None, "strategi": None}
+
+    with pytest.raises(ValidationError) as caught:
+        SFTJob.from_manifest({**MINIMAL, "spec": spec})
+
+    problems = {(problem["loc"], problem["type"]) for problem in caught.value.errors()}
+    assert problems == {(("spec", "training", "0"), "extra_forbidden"), (("spec", "strategi"), "extra_forbidden")}
+
+
 def test_metadata_of_a_live_object_is_read_and_typos_are_not() -> None:
     live = {
         "name": "job",
