@@ -26,6 +26,20 @@ def test_a_forgotten_generate_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "docs/reference/sftjob.md is not what the models say: run `make generate`" in capsys.readouterr().err
 
 
+def test_what_kubectl_explains_in_getting_started_is_what_the_crd_says() -> None:
+    page = (Path(__file__).parents[3] / "docs/getting-started.md").read_text()
+    told = page.partition("kubectl explain sftjob.spec.data\n")[2].partition("  …\n```")[0]
+    fields = resource_schema()["properties"]["spec"]["properties"]["data"]["properties"]
+    first = sorted(fields)[:4]
+
+    assert [
+        line.split()[0] for line in told.partition("FIELDS:")[2].splitlines() if "\t<" in line or " <" in line
+    ] == first
+    for name in first:
+        assert fields[name]["description"] in " ".join(told.split())
+        assert ", ".join(fields[name].get("enum", ())) in told
+
+
 def test_generation_is_deterministic() -> None:
     assert generated_files() == generated_files()
 
