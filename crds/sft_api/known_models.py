@@ -54,6 +54,7 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (("smollm3", 2048, 36, 16, 4, 128, 11008, 128256, True), "HuggingFaceTB/SmolLM3-3B HuggingFaceTB/SmolLM3-3B-Base"),
     (("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True), "Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct"),
     (("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True), "Qwen/Qwen2.5-1.5B Qwen/Qwen2.5-1.5B-Instruct"),
+    (("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, False), "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
     (("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True), "Qwen/Qwen2.5-3B Qwen/Qwen2.5-3B-Instruct"),
     (
         ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),

@@ -40,6 +40,7 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM3-3B": 3_075_098_624,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
     "Qwen/Qwen2.5-3B": 3_085_938_688,
     "Qwen/Qwen2.5-7B": 7_615_616_512,
     "Qwen/Qwen2.5-14B": 14_770_033_664,
