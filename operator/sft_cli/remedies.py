@@ -27,7 +27,7 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
     """
     kind, value, location = error["type"], error["input"], error["loc"]
     if kind == "string_type" and isinstance(value, bool | int | float):
-        return "; put it in quotes"
+        return f"; write {_parameters(value)}" if location[-1] == "parameters" else "; put it in quotes"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         if kind == "int_type" and str(location[-1]).endswith("Seconds") and _DURATION.fullmatch(value):
             return f"; write {seconds(value)}"
@@ -60,6 +60,12 @@ def absolute_path(value: Any) -> str:
     if value.startswith((".", "~")) or path.exists():
         return f" (here file://{Path.cwd().joinpath(path).resolve()})"
     return ""
+
+
+def _parameters(number: float) -> str:
+    """As ``model.parameters`` has it: 8000000000, and 8 too, which no model would be content with, are 8B."""
+    billions = number / 1e9 if number >= 1e6 else number
+    return f"{billions:.4f}".rstrip("0").rstrip(".") + "B"
 
 
 def _as_list(value: Any, items: Schema) -> str:

@@ -241,6 +241,9 @@ SENTENCES = {
     "data: {train: [{uri: hf://org/rows, type: alpaca}]}": "unknown field spec.data.train[0].type; did you mean "
     "format?",
     "model: {uri: 5}": "spec.model.uri: must be a string, got 5; put it in quotes",
+    "model: {uri: hf://org/name, parameters: 8030261248}": "spec.model.parameters: must be a string, got 8030261248; "
+    "write 8.0303B",
+    "model: {uri: hf://org/name, parameters: 0.6}": "spec.model.parameters: must be a string, got 0.6; write 0.6B",
     "model: {uri: llama}": "spec.model.uri: must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or "
     'file:///absolute/path, got "llama"',
     "compute: {image: yes}": "spec.compute.image: must be a string, got true; put it in quotes",
