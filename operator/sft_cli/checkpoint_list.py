@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_api.checkpoints import BEST_METRIC, FORMAT_VERSION, CheckpointId
+from sft_api.checkpoints import BEST_METRIC, CHECKPOINTS_PREFIX, FORMAT_VERSION, CheckpointId
 from sft_api.place import Beat, Done, RunRecord
 from sft_api.report import best_of
 from sft_api.times import timestamp
@@ -67,7 +67,7 @@ def lines_of(place: Place) -> list[str]:
     """The run's record, then a table of its checkpoints, then why some are none."""
     lines = [f"{label:<8}{text}" for label, text in _about(place)]
     if not place.folders:
-        return [*lines, "There is no checkpoint."]
+        return [*lines, f"There is no checkpoint{_elsewhere(place)}."]
     roles = place.roles()
     lines += ["", *_table([_HEADER, *(_row(folder, roles) for folder in place.folders)])]
     problems = [f"{folder.id.folder}: {folder.problem}" for folder in place.folders if folder.problem]
@@ -77,6 +77,12 @@ def lines_of(place: Place) -> list[str]:
         if folder.manifest is not None and folder.manifest.format_version < FORMAT_VERSION
     ]
     return [*lines, *([""] if problems or notes else []), *problems, *notes]
+
+
+def _elsewhere(place: Place) -> str:
+    """Where they are when the folder of a run that holds them was given in place of the run's own."""
+    run = place.uri.removesuffix(f"/{CHECKPOINTS_PREFIX}".rstrip("/"))
+    return f": those of a run in {run} are listed with that place" if run != place.uri and not place.record else ""
 
 
 def _about(place: Place) -> list[tuple[str, str]]:

@@ -224,6 +224,10 @@ def test_an_empty_place_and_one_that_is_not_there(tmp_path: Path) -> None:
     assert sft("verify", str(tmp_path)).exit_code == 14
 
 
+def test_the_folder_that_holds_them_is_no_place_where_nothing_was_trained(run: LocalStore) -> None:
+    assert f"There is no checkpoint: those of a run in {run.uri} are" in sft("list", f"{run.uri}/checkpoints").stdout
+
+
 # verify
 
 
