@@ -1,5 +1,6 @@
 """The generated files: what is in them, and that a forgotten `make generate` is noticed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ import yaml
 from sft_api.crd import custom_resource_definition, resource_schema
 from sft_api.generate import chart_template, differing_files, generated_files, main
 from sft_api.reference import reference_page
+from sft_cli.remedies import field_paths
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_committed_files_are_what_the_models_say() -> None:
@@ -27,7 +31,7 @@ def test_a_forgotten_generate_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_what_kubectl_explains_in_getting_started_is_what_the_crd_says() -> None:
-    page = (Path(__file__).parents[3] / "docs/getting-started.md").read_text()
+    page = (ROOT / "docs/getting-started.md").read_text()
     told = page.partition("kubectl explain sftjob.spec.data\n")[2].partition("  …\n```")[0]
     fields = resource_schema()["properties"]["spec"]["properties"]["data"]["properties"]
     first = sorted(fields)[:4]
@@ -38,6 +42,25 @@ def test_what_kubectl_explains_in_getting_started_is_what_the_crd_says() -> None
     for name in first:
         assert fields[name]["description"] in " ".join(told.split())
         assert ", ".join(fields[name].get("enum", ())) in told
+
+
+def test_every_field_that_a_page_names_is_there() -> None:
+    """A page once told platform teams of a field that lets code of models run; there never was one."""
+    spec = resource_schema()["properties"]["spec"]
+    known = set(field_paths(spec, "spec"))
+    known = {path.removeprefix("spec.").replace("[]", "") for path in known} | {"model.norm"}  # a layer
+    free = ("compute.resources.", "compute.nodeSelector.")
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
+
+    named = {
+        (page.name, re.sub(r"\[\d+\]", "", path))
+        for page in pages
+        for path in re.findall(r"`((?:[a-zA-Z]+(?:\[\d+\])?)(?:\.[a-zA-Z0-9]+(?:\[\d+\])?)+)[`:=]", page.read_text())
+        if path.partition(".")[0] in spec["properties"]
+    }
+
+    assert len(named) > 100
+    assert [(page, path) for page, path in sorted(named) if path not in known and not path.startswith(free)] == []
 
 
 def test_generation_is_deterministic() -> None:
