@@ -174,8 +174,8 @@ def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int 
     others += [f"{gibibytes(exporting)} of an export (export.everySteps)"] if exporting else []
     beside = f" beside {' and '.join(others)}," if others else ","
     return (
-        f"a save in the background copies {gibibytes(staged)} to the memory of each node{beside} and its pod asks for "
-        f"{gibibytes(pod_memory)}: {memory}, or set checkpoint.async: "
+        f"a save in the background takes {gibibytes(staged)} of the memory of each node with its uploads{beside} and "
+        f"its pod asks for {gibibytes(pod_memory)}: {memory}, or set checkpoint.async: "
         "false; where there is no room, training waits while it is saved"
     )
 

@@ -525,7 +525,7 @@ def test_the_plan_shows_the_parts_and_what_is_not_known() -> None:
 def test_a_host_that_does_not_hold_a_save_is_warned_of() -> None:
     shape = known_shape(EIGHT_BILLION["uri"])
 
-    assert "98.7Gi to the memory of each node" in staging_warning(spec(), shape, 64 * GIB)
+    assert "98.7Gi of the memory of each node with its uploads," in staging_warning(spec(), shape, 64 * GIB)
     assert staging_warning(spec(), shape, 100 * GIB) == ""
     assert staging_warning(spec(), shape, None) == ""
     assert staging_warning(spec(checkpoint={"async": False}), shape, GIB) == ""
@@ -537,7 +537,9 @@ def test_a_host_that_does_not_hold_an_export_beside_training_is_warned_of() -> N
     often: dict[str, Any] = {"export": {"everySteps": 100}}
 
     saved = staging_warning(spec(checkpoint={"everySteps": 100}, **often), shape, 100 * GIB)
-    assert "98.7Gi to the memory of each node beside 2.0Gi of an export (export.everySteps), and" in saved
+    assert (
+        "98.7Gi of the memory of each node with its uploads beside 2.0Gi of an export (export.everySteps), and" in saved
+    )
     at_once = staging_warning(spec(checkpoint={"everySteps": 100, "async": False}, **often), shape, GIB)
     assert at_once.startswith("an export beside training (export.everySteps) takes 2.0Gi of the memory of a node")
 
@@ -547,7 +549,9 @@ def test_a_pod_that_does_not_hold_what_is_offloaded_is_warned_of() -> None:
     offload = spec(strategy={"fsdp": {"cpuOffload": True}})
     held = "cpuOffload holds 119.7Gi in the memory of each node, and its pod asks for 64.0Gi"
     assert held in staging_warning(offload, shape, 64 * GIB)
-    assert "copies 98.7Gi to the memory of each node beside 119.7Gi" in staging_warning(offload, shape, 200 * GIB)
+    assert "takes 98.7Gi of the memory of each node with its uploads beside 119.7Gi" in staging_warning(
+        offload, shape, 200 * GIB
+    )
     assert staging_warning(offload, shape, 220 * GIB) == ""
 
 

@@ -377,7 +377,7 @@ def test_memory_is_reckoned_by_the_config_of_a_model_on_this_machine(
     assert show_plan(asked, "text") == 10
     told = capsys.readouterr()
     assert "Error: it does not fit: " in told.err + told.out
-    assert "Warning: a save in the background copies 98.7Gi" in told.err + told.out
+    assert "Warning: a save in the background takes 98.7Gi" in told.err + told.out
     assert "weights 29.9Gi, gradients 29.9Gi, optimizer 59.8Gi" in told.out
     # The same from the hub's cache
     snapshot = tmp_path / "hub" / "models--org--own" / "snapshots" / "abc"
