@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from sft_api.failures import FailureClass
+from sft_api.failures import ExitCode, FailureClass
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, Phase, Progress
@@ -268,7 +268,8 @@ def _lock(file: Path, folder: Path) -> Iterator[int | None]:
         except BlockingIOError as error:
             raise UserError(
                 f"another sft run trains in {folder}, or is still saving: wait for it, or give this job another "
-                "metadata.name (and another checkpoint.uri, if it names one)"
+                "metadata.name (and another checkpoint.uri, if it names one)",
+                exit_code=ExitCode.PLACE_IN_USE,
             ) from error
         yield descriptor
     finally:

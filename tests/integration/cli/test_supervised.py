@@ -342,7 +342,7 @@ def test_one_run_at_a_time_in_a_folder(runs: Runs) -> None:
 
     code, out, err = runs.run()
 
-    assert code == 10
+    assert code == 18
     assert out == ""
     assert "another sft run trains in" in err
     first.send_signal(signal.SIGTERM)
@@ -361,7 +361,7 @@ def test_one_run_at_a_time_into_one_place_for_checkpoints(runs: Runs) -> None:
     code, _, err = runs.run()
     fresh, _, _ = runs.run("--fresh")
 
-    assert (code, fresh) == (10, 10)
+    assert (code, fresh) == (18, 18)
     assert f"another sft run trains in {runs.folder}/shared" in err
     first.send_signal(signal.SIGTERM)
     assert runs.finish(first)[0] == 30

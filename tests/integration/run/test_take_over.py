@@ -73,7 +73,7 @@ def test_the_folder_of_a_run_is_not_entered_by_one_that_names_it(
     ended = other.run(other.job(checkpoint={"uri": uri}))
 
     # Then it does not even look whose place that is
-    assert ended.code == 10, ended.said
+    assert ended.code == 18, ended.said
     assert f"another sft run trains in {place.store()}" in ended.said
     assert len(list((place.store() / "attempts").iterdir())) == 1
     assert place.interrupt(held).code == 30
