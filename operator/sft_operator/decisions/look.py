@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from sft_api.deletion import DELETES, deletion_warnings
+from sft_api.times import shifted
 from sft_api.v1alpha1 import KIND, RestartsStatus, SFTJob, SFTJobStatus
 
 from ..config import Settings
@@ -103,6 +104,7 @@ class _Look(Notes):
 
         # Look closer: what Kueue says, how the trainer is getting on, why something does not move.
         self._ask(terms, job)
+        self._watch_the_end()
 
         # Create what is missing, suspend, resume; put right what has become of the children; free what a lost node
         # holds. What the API server could not do just now is tried again in a moment.
@@ -224,6 +226,12 @@ class _Look(Notes):
         elif left is not None:
             self._look_in(min(left.total_seconds() + 0.1, 3600.0))
         return completed_status(previous, observed, self._generation, self._now)
+
+    def _watch_the_end(self) -> None:
+        """How long ago the first pod ended well is measured by watching, as it is of all that does not end."""
+        pods = (*self._observed.pods, *self._observed.gone_pods)
+        since = self._clock if self._memory.complete is None else self._memory.complete
+        self._remember(complete=since if any(pod.phase == "Succeeded" for pod in pods) else None)
 
     def _wait_for_last_words(self, observed: Observed) -> None:
         if last_words_missing(observed, self._now):
@@ -403,7 +411,7 @@ class _Look(Notes):
         """Seconds in which something may come that says more than what is known now; 0 or less: nothing will."""
         if asked is not None and self._memory.report is None and self._memory.polled_at is None:
             return _ANSWER_SECONDS
-        complete = complete_for(self._observed, self._now)
+        complete = complete_for(self._observed_now(), self._now)
         return 0.0 if complete is None else (LAST_WORDS - complete).total_seconds()
 
     def _result(self, **said: Any) -> Result:
@@ -420,5 +428,6 @@ class _Look(Notes):
             warnings=memory.warnings,
             stored=memory.stored,
             complete_run=memory.complete_run,
+            complete_since=None if memory.complete is None else shifted(self._now, memory.complete - self._clock),
             refusal=refusal,
         )

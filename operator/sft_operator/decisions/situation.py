@@ -178,7 +178,8 @@ def complete_for(observed: Observed, now: datetime) -> timedelta | None:
         return None
     times = [end.finished for end in ends if end and end.finished]
     if times:
-        return now - min(times)
+        # A node whose clock is behind would have the run complete before the others had a moment to end.
+        return now - (observed.complete_since or min(times))
     # Not None: of what is no number a range compares all of its own.
     running = [pod.index for pod in observed.active_pods if pod.index is not None]
     on_its_way = any(index in indexes for index in running for indexes in child.completed_indexes)

@@ -186,6 +186,8 @@ class Memory:
     overdue: Mapping[str, float] = field(default_factory=dict)
     """Since when pods have outlived their grace period, by uid."""
     next_give_up: float = 0.0
+    complete: float | None = None
+    """Since when a pod has been seen that ended well."""
     silent: Mapping[str, float] = field(default_factory=dict)
     """Since when the supervisors of pods have been seen not to answer, by uid."""
     removals: Mapping[str, Removal] = field(default_factory=dict)

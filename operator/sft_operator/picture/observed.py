@@ -410,6 +410,8 @@ class Observed:
     """Read since the last pod ended."""
     complete_run: CompleteRun | None = None
     """Found before anything was made for the job."""
+    complete_since: datetime | None = None
+    """Since when a pod has been seen that ended well; its own time is that of its node. None: nobody has watched."""
     namespace_terminating: bool = False
     unreadable: tuple[str, ...] = ()
     """What of this job could not be read, a sentence each."""

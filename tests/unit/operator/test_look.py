@@ -567,12 +567,29 @@ def test_that_pods_have_left_waits_for_the_end_which_says_it_all() -> None:
     done = running(pods=tuple(make_pod(index, phase="Succeeded", exit_code=0, finished=0) for index in (0, 1)))
     lately = {"status": write_status(trains), "written": 900.0, "healing": healed_lately(), **ASKED}
 
-    just_now, in_vain = decided(seen(done, seconds=1, **lately)), decided(seen(done, seconds=11, **lately))
+    just_now = decided(seen(done, seconds=1, complete=999.0, **lately))
+    in_vain = decided(seen(done, seconds=11, complete=989.0, **lately))
     complete = replace(done, job=make_child(conditions={"Complete": ("", "")}))
 
     assert (just_now.patch, just_now.again) == (None, 9.0)
     assert state(decided(seen(complete, seconds=1, **lately))) == "Complete"
     assert "2 of 2 pods are complete" in (in_vain.patch or {})["message"]
+
+
+@pytest.mark.parametrize("finished", [-150, 0, 150])
+def test_pods_are_not_left_behind_by_the_clock_of_the_node_that_was_first(finished: float) -> None:
+    trains = decided(seen(running(), healing=healed_lately(), report=report(training(97)))).status
+    assert trains is not None
+    first = running(pods=(make_pod(0), make_pod(1, phase="Succeeded", exit_code=0, finished=finished)))
+    known: Object = {"status": write_status(trains), "written": 900.0, "healing": healed_lately(1060.0), **ASKED}
+
+    just_now = decided(seen(first, **known))
+    known["complete"] = just_now.memory.complete
+    soon, later = (decided(seen(first, seconds=after, clock=1000.0 + after, **known)) for after in (59, 60))
+
+    assert [state(result) for result in (just_now, soon) if result.status] in ([], ["Running"])
+    assert (state(later), later.status and later.status.completion_time) == ("Complete", stamp(0))
+    assert decided(seen(running(), **known)).memory.complete is None
 
 
 def test_another_state_is_looked_at_soon() -> None:
