@@ -276,7 +276,9 @@ class Reconciler:
         self._remember(key, lambda memory: wait_ended(memory, pod.uid))
 
     def _refused(self, key: Key, error: ChildError) -> None:
-        going = isinstance(error, RefusedError) and "being terminated" in error.error.message
+        # Nothing takes that back: the words of a webhook, which may be about anything, are none of it.
+        told = isinstance(error, RefusedError) and not error.error.denied
+        going = told and f"in namespace {key.namespace} because it is being terminated" in str(error)
         logger.warning("%s: %s", key, error)
         refusal, clock, pause = refusal_of(error, self._now()), self._clock(), _pause_asked(error)
         self._remember(

@@ -428,6 +428,29 @@ def test_a_refusal_that_lasts_for_weeks_is_tried_again_at_the_longest_pace(
     assert wanted <= 300.0
 
 
+@pytest.mark.parametrize(
+    ("message", "made"),
+    [
+        ('admission webhook "quota.corp" denied the request: cluster g7 is being terminated, use g8', True),
+        ('jobs.batch "tulu" is forbidden: unable to create new content in namespace team because it is being '
+         "terminated", False),
+    ],
+)  # fmt: skip
+def test_only_the_api_servers_own_word_that_the_namespace_is_going_ends_all_tries(message: str, made: bool) -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.api.refuses = lambda verb, kind: (
+        ApiError(403, "Forbidden", message) if (verb, kind) == ("create", "Job") else None
+    )
+    world.look()
+    world.api.refuses = lambda verb, kind: None
+
+    world.clock += 10
+    world.look(2)
+
+    assert (("Job", "tulu") in world.api.objects) == made
+
+
 def test_a_change_that_somebody_undoes_for_weeks_is_made_again_ever_more_rarely_but_always() -> None:
     # Given a Job that somebody changes back whenever it was given its deadline, a thousand times
     world = World(store("s3://models/sft"))
