@@ -227,6 +227,9 @@ def left_words(observed: Observed) -> str:
 
 
 def _deleting(child: ChildJob) -> str:
+    if not child.deleting:
+        # That was asked for, and perhaps refused by a policy or a webhook.
+        return f"waiting until the Job {child.name} is deleted: if that stays so, see the operator's log, or delete it"
     # Finalizers of others, and pods that do not end, may hold it for good.
     going = f"waiting until the Job {child.name}, which is being deleted, is gone"
     return f"{going}: if that stays so, see its finalizers and its pods"

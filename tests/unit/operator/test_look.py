@@ -576,6 +576,25 @@ def test_that_pods_have_left_waits_for_the_end_which_says_it_all() -> None:
     assert "2 of 2 pods are complete" in (in_vain.patch or {})["message"]
 
 
+@pytest.mark.parametrize(
+    ("deleting", "words"),
+    [(True, "the Job tulu, which is being deleted, is gone"), (False, "the Job tulu is deleted:")],
+)
+def test_a_job_is_only_said_to_be_going_when_it_is(deleting: bool, words: str) -> None:
+    """Its deletion may be refused."""
+    manifest = job_manifest()
+    manifest["metadata"]["annotations"] = {"sftjob.dev/retry": "1"}
+    child = replace(make_child(conditions={"Failed": ("BackoffLimitExceeded", "")}), deleting=deleting)
+    failed = Observed(job=child)
+    status = write_status(compute_status(make_job(), SFTJobStatus(), failed, at(20)))
+
+    first = decided(seen(failed, manifest=manifest, status=status))
+    result = decided(seen(failed, manifest=manifest, status=status, clock=1003.0, deleted=first.memory.deleted))
+
+    assert result.status is not None
+    assert words in result.status.message
+
+
 @pytest.mark.parametrize("finished", [-150, 0, 150])
 def test_pods_are_not_left_behind_by_the_clock_of_the_node_that_was_first(finished: float) -> None:
     trains = decided(seen(running(), healing=healed_lately(), report=report(training(97)))).status
