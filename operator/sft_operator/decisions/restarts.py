@@ -129,7 +129,8 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
     if release is not None and (resumed is None or resumed < release.at):
         # Its new start is not told yet.
         return pod.deletion_began < release.at - _CLOCKS_DIFFER
-    return resumed is None or pod.deletion_began >= resumed
+    # Times are whole seconds: a queue may take a place back and give it again within one.
+    return resumed is None or (pod.deletion_began >= resumed and not _is_of_before(pod, resumed))
 
 
 def _is_of_before(pod: Pod, started: datetime | None) -> bool:

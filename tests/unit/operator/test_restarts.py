@@ -468,3 +468,13 @@ def test_a_store_that_is_away_does_not_hide_that_nothing_gets_on() -> None:
     told = report(training(7), *(incident(n, one, step=7, seconds=60 * n) for n, one in enumerate(at_one_step)))
 
     assert exhausted(count(running(report=told)), 10) is not None
+
+
+@pytest.mark.parametrize("resumed", [10, 11])
+def test_pods_that_a_queue_asked_to_end_do_not_count_however_soon_it_gave_the_place_again(resumed: float) -> None:
+    ended = tuple(make_pod(index, deletion=10, phase="Failed", exit_code=30, finished=10) for index in (0, 1))
+    observed = running(job=make_child(queue="team-queue", started=resumed), pods=ended)
+
+    counts = count_restarts(RestartsStatus(disruptions=1), observed, reached=Reached(5, 0), now=at(12))
+
+    assert counts.disruptions == 1
