@@ -70,6 +70,23 @@ def test_a_resumed_run_continues_with_the_newest(store: Store) -> None:
     assert latest.size_bytes == sum(tensor.nbytes for tensor in state(20).values())
 
 
+def test_a_start_comes_after_checkpoints_whose_claims_are_gone(store: Store) -> None:
+    """Where somebody restored the checkpoints only, or old objects expire: else each start would begin there again."""
+    for step in (10, 20, 30):
+        manager = started(store)
+        loaded_by(manager)
+        save(manager, step)
+    store.delete([attempt_key(number) for number in (1, 2, 3)])
+
+    after = started(store)
+    loaded_by(after)
+    save(after, 40)
+    assert after.attempt == 4
+    manifest = loaded_by(started(store))
+    assert manifest is not None
+    assert manifest.step == 40
+
+
 def test_concurrent_starts_get_different_attempts(store: Store) -> None:
     attempts: list[int] = []
     threads = [threading.Thread(target=lambda: attempts.append(started(store).attempt)) for _ in range(4)]

@@ -118,7 +118,10 @@ class Protocol:
 
     def claimed_last_by(self, job_uid: str) -> bool:
         """Whether the newest attempt was claimed by that object."""
-        newest = self._first_free() - 1
+        try:
+            newest = self._catalog.newest_attempt()
+        except StorageNotFoundError:
+            return False
         claim = self._catalog.newest_claim_of(job_uid) if newest else None
         return claim is not None and claim.attempt == newest
 
@@ -182,8 +185,11 @@ class Protocol:
             logger.warning("Unfinished uploads of earlier attempts were not dropped: %s", error)
 
     def _first_free(self) -> int:
+        """The attempt after all that were claimed, or have saved: there may be checkpoints whose claims are gone, as in
+        a place of which only these were restored. A lower number would save what no start takes for the newest."""
         try:
-            return self._catalog.newest_attempt() + 1
+            saved = max((identity.attempt for identity in self._catalog.folders()), default=0)
+            return max(self._catalog.newest_attempt(), saved) + 1
         except StorageNotFoundError:  # a folder that the claim itself creates; a missing bucket fails there
             return 1
 
