@@ -16,7 +16,8 @@ from sft_trainer.supervisor.causes import (
     is_consequence,
     patience_seconds,
 )
-from sft_trainer.supervisor.protocol import Failure
+from sft_trainer.supervisor.http import MAX_BODY_BYTES
+from sft_trainer.supervisor.protocol import Ended, Failure, Outcome, Report
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -49,6 +50,22 @@ def test_the_error_report_says_it_all() -> None:
     found = classify(end(-9, killed=True, error=WorkerError(**told)), memory_ran_out=True)
 
     assert found == Failure(**told, time=NOW)
+
+
+def test_an_endless_error_report_fits_into_what_index_0_reads() -> None:
+    """As of a place with hundreds of checkpoints, none of which can be used: each is named, with the reason."""
+    error = WorkerError(failure=FailureClass.CONFIG_ERROR, message="\x01" * 100_000, rank=3)
+    found = classify(end(10, error=error), memory_ran_out=False)
+    assert found is not None
+    report = Report(
+        job_uid="u",
+        node=1,
+        processes=1,
+        instance="i",
+        ended=Ended(generation=1, outcome=Outcome.FAILED, failure=found),
+        warnings=("\x01" * 500,) * 8,
+    )
+    assert len(report.model_dump_json(by_alias=True).encode()) < MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ HOST_OUT_OF_MEMORY = (
     "or set checkpoint.async: false, which needs no host copy of the state"
 )
 
+MESSAGE_CHARACTERS = 4000
+"""Of what a worker says of its end, which may name hundreds of checkpoints: a report that is too long is refused by
+index 0, which would never hear how the workers of that pod have ended."""
+
 SETTLE_SECONDS = 2.0
 """Time for the cause to show itself after a worker lost its peers."""
 
@@ -52,9 +56,10 @@ def classify(end: WorkerExit, *, memory_ran_out: bool) -> Failure | None:
         error = end.error
         # A data loader or tokeniser process was killed, not the worker itself.
         child_killed = memory_ran_out and error.failure is FailureClass.UNKNOWN
+        message = f"{HOST_OUT_OF_MEMORY} ({error.message})" if child_killed else error.message
         return Failure(
             failure=FailureClass.OUT_OF_MEMORY if child_killed else error.failure,
-            message=f"{HOST_OUT_OF_MEMORY} ({error.message})" if child_killed else error.message,
+            message=message[:MESSAGE_CHARACTERS],
             time=end.time,
             rank=end.rank,
             step=error.step,
