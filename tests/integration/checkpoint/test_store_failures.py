@@ -165,6 +165,29 @@ def test_unreachable_endpoint_ends_in_bounded_time(some_credentials: None, monke
     assert sum(pauses) == pytest.approx(20)
 
 
+def test_nothing_is_removed_after_a_removal_has_failed(some_credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that wait for a thread are given up with the first that fails, and those on their way are waited for."""
+    store = S3Store(BUCKET, "", settings(f"http://127.0.0.1:{free_port()}", "when_required"), retry_seconds=0.5)
+    asked: list[str] = []
+    request = store.request
+
+    def counted(operation: str, key: str, **arguments: Any) -> Any:
+        asked.append(key)
+        try:
+            return request(operation, key, **arguments)
+        finally:
+            asked.remove(key)
+
+    monkeypatch.setattr(store, "request", counted)
+    began = time.monotonic()
+    with pytest.raises(StorageUnavailableError):
+        store.delete(f"checkpoints/x/{number}" for number in range(160))
+    assert asked == []
+    with pytest.raises(StorageUnavailableError):
+        store.delete(["checkpoints/y"])
+    assert time.monotonic() - began < 4  # ten rounds of 0.5 s are waited for by nobody
+
+
 @pytest.mark.parametrize("endpoint", ["not a url", "ftp//x"])
 def test_malformed_endpoint(endpoint: str, some_credentials: None) -> None:
     with pytest.raises(ConfigError, match=re.escape(endpoint)):

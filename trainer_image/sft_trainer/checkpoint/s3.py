@@ -6,7 +6,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
@@ -290,8 +290,17 @@ class S3Store:
         def remove(key: str) -> Callable[[], Any]:
             return lambda: self.request("delete_object", key)
 
-        for future in [self.submit(remove(check_key(key))) for key in keys]:
-            future.result()
+        requests = [self.submit(remove(check_key(key))) for key in keys]
+        try:
+            for request in requests:
+                request.result()
+        except BaseException:
+            # Left to themselves they would go on for minutes, sixteen at a time, when the caller believes it is over:
+            # what it writes meanwhile might be removed, and a process waits for them at its end.
+            for request in requests:
+                request.cancel()
+            wait(requests)
+            raise
 
     def abort_incomplete_uploads(self, prefix: str) -> int:
         def call(client: Any) -> list[tuple[str, str]]:
