@@ -11,7 +11,7 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken 
 
 def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
     """Class and message of what ended a worker after ``step`` steps."""
-    text = " ".join(str(error).split())
+    text = " ".join(writable(str(error)).split())
     if isinstance(error, TrainingError):
         return error.failure, text
     if type(error).__name__ == "OutOfMemoryError" or "out of memory" in text.lower():
@@ -31,3 +31,8 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
     if isinstance(error, (RuntimeError, OSError)) and any(word in text.lower() for word in _PEER_WORDS):
         return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({text[:300]})"
     return FailureClass.UNKNOWN, f"{type(error).__name__} at step {step + 1}: {text[:1000]}"
+
+
+def writable(text: str) -> str:
+    """``text`` as UTF-8 can say it: what names of files have that are not UTF-8 is written as Python escapes it."""
+    return text.encode(errors="backslashreplace").decode()

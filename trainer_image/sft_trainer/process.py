@@ -15,7 +15,7 @@ from sft_api.rundir import ERRORS_FOLDER, write_atomically
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig
 
 from .checkpoint.errors import AttemptSupersededError
-from .classify import classify
+from .classify import classify, writable
 from .errors import TrainingError
 
 
@@ -50,13 +50,13 @@ def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0,
         traceback.print_exc()
     report = WorkerError(
         failure=failure,
-        message=message,
+        message=writable(message),
         rank=rank,
         step=step,
         attempt=attempt,
         outage=isinstance(error, TrainingError) and error.outage is True,
         superseded=isinstance(error, AttemptSupersededError),
-        traceback=traceback.format_exc()[-8000:],
+        traceback=writable(traceback.format_exc())[-8000:],
     )
     try:
         write_atomically(run_dir / ERRORS_FOLDER / f"rank-{rank}.json", report)

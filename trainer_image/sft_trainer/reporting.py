@@ -18,6 +18,7 @@ from sft_api.report import duration, finite
 from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_also_when_full
 from sft_api.v1alpha1 import ExportStatus, SpentSeconds
 
+from .classify import writable
 from .events import (
     Claimed,
     Committed,
@@ -189,6 +190,7 @@ class Reporter:
 
         No more are kept than a status shows: all of them are in every report.
         """
+        message = writable(message)
         with self._lock:
             if message in self.progress.warnings:
                 return

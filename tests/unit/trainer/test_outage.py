@@ -1,5 +1,6 @@
 """A store that took a run's checkpoints and then takes none: training goes on, and the end waits, but not for ever."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from sft_trainer.due import SavesWhenDue
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
+    DataError,
     SharedPlaceError,
     StorageDeadlineError,
     StorageFullError,
@@ -97,6 +99,18 @@ def test_a_worker_that_a_place_of_the_run_refuses_says_so_in_its_last_words(
 
     # The same words about a model are none of it.
     assert ends == [expected, False]
+
+
+def test_last_words_about_a_file_whose_name_is_not_utf_8_arrive(tmp_path: Path) -> None:
+    """Else the worker ends with the error of its report, for no reason that is known, and is started again."""
+    name = os.fsdecode(b"/data/caf\xe9.jsonl")
+    try:
+        raise DataError(f"{name} line 1 is not a JSON object")
+    except DataError as raised:
+        code = report_end(raised, tmp_path, rank=1)
+    assert code == exit_code(FailureClass.DATA_ERROR)
+    error = WorkerError.model_validate_json((tmp_path / ERRORS_FOLDER / "rank-1.json").read_bytes())
+    assert error.message == r"/data/caf\udce9.jsonl line 1 is not a JSON object"
 
 
 def test_a_place_that_is_only_read_from_is_none_of_the_run_on_the_way_either() -> None:

@@ -1,5 +1,6 @@
 """Long work outside of training shows that it lives: a report at most once a second, whatever is being done."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,13 @@ def test_no_more_warnings_are_in_a_report_than_a_status_shows(tmp_path: Path) ->
         reporter.warn(f"warning {number}")
 
     assert reporter.progress.warnings == [f"warning {number}" for number in range(5, 25)]
+
+
+def test_a_warning_may_name_a_file_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    """As one in a folder of data that is left out, which must end no run."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    Reporter(tmp_path, writes=True).warn(f"1 file ({name}) left out")
+    assert written(tmp_path).warnings == [r"1 file (caf\udce9.txt) left out"]
 
 
 def test_what_happens_in_the_loop_is_in_the_progress(tmp_path: Path) -> None:
