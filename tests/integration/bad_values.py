@@ -252,6 +252,12 @@ SCHEMA = [
     Bad("field in lower case", "spec.data.maxlength", {"data": f"{{{ROWS}, maxlength: 512}}"}),
     Bad("field in snake case", "spec.data.max_length", {"data": f"{{{ROWS}, max_length: 512}}"}),
     Bad("field of nowhere", "spec.learningRate", {"learningRate": "1e-5"}),
+    Bad("rest of a number", "spec.training.0", {"training": "{steps: 1,000}"}),
+    Bad(
+        "field of nowhere in a list, without a value",
+        "spec.data.train[1].name",
+        {"data": train("{uri: hf://o/r, name: }")},
+    ),
     Bad("field in a list", "spec.data.train[0].name", {"data": "{train: [{uri: hf://org/rows, name: a}]}"}),
     Bad("field of metadata", "metadata.lables", metadata=", lables: {}"),
     Bad("twice the same key", "line 8: steps", {"training": "{steps: 1, steps: 2}"}),
