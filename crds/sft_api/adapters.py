@@ -69,7 +69,7 @@ def adapted(
         for name in given:
             if any(named(module, [name]) for module in linear) or any(named_experts(each, [name]) for each in stacked):
                 continue
-            there = f"its linear layers are {', '.join(ends(linear))}"
+            there = f"its linear layers are {', '.join(ends(layer for layer in linear if layer != head))}"
             lacking = "no linear layer of the model is called so"
             if means_experts(name):
                 lacking = "no experts of the model are called so" if stacked else "the model has no experts"

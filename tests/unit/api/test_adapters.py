@@ -73,7 +73,7 @@ def test_a_name_is_whole_or_an_end_after_a_dot() -> None:
 @pytest.mark.parametrize(
     ("targets", "without", "words"),
     [
-        (("q_proj", "t_proj"), (), "lora.targetModules names 't_proj', .* are q_proj, out_proj, up_proj, lm_head$"),
+        (("q_proj", "t_proj"), (), "lora.targetModules names 't_proj', .* are q_proj, out_proj, up_proj$"),
         (("_proj",), (), "names '_proj'"),
         (("layers.1",), (), "names 'layers.1'"),
         (("all-linear",), ("k_proj",), "lora.excludeModules names 'k_proj'"),
