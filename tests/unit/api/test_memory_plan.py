@@ -337,13 +337,13 @@ def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], word
             "Qwen/Qwen3-0.6B",
             {"targetModules": ["query"]},
             "lora.targetModules names 'query', and no linear layer of the model is called so: its linear layers are "
-            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+            "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
         (
             "Qwen/Qwen3-30B-A3B",
             {"targetModules": ["q_proj", "up_proj"]},
             "lora.targetModules names 'up_proj', and no linear layer of the model is called so: its linear layers are "
-            "q_proj, k_proj, v_proj, o_proj, lm_head; routers get no adapters, and experts where lora.targetModules "
+            "q_proj, k_proj, v_proj, o_proj; routers get no adapters, and experts where lora.targetModules "
             "names them: experts, or experts.down_proj",
         ),
         ("Qwen/Qwen3-30B-A3B", {"targetModules": ["all-linear", "experts"], "expertRank": 4}, ""),
@@ -358,7 +358,7 @@ def test_modules_of_a_known_model_are_those_that_it_has(modules: list[str], word
             "Qwen/Qwen3-0.6B",
             {"targetModules": ["all-linear", "experts"]},
             "lora.targetModules names 'experts', and the model has no experts: its linear layers are q_proj, k_proj, "
-            "v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head",
+            "v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
     ],
 )

@@ -192,7 +192,7 @@ def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder:
     leaves = {name.rpartition(".")[2] for name in adapted_layers(huggingface, lora)}
 
     assert leaves == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    there = "are q_proj, k_proj, v_proj, o_proj, lm_head; routers get no adapters, and experts where .* experts, or"
+    there = "are q_proj, k_proj, v_proj, o_proj; routers get no adapters, and experts where .* experts, or"
     for name in ("gate", "gate_up_proj", "up_proj", "experts.0.up_proj"):
         with pytest.raises(ConfigError, match=f"lora.targetModules names '{name}', and no linear layer .* {there}"):
             adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))
