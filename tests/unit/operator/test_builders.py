@@ -355,6 +355,11 @@ def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
             {"node.kubernetes.io/unreachable": 900, "node.kubernetes.io/not-ready": 60},
         ),
         ([{"operator": "Exists"}], {None: None}),
+        ([{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}], {None: 5}),
+        (
+            [{"operator": "Exists", "effect": "NoSchedule"}],
+            {None: None, "node.kubernetes.io/not-ready": 60, "node.kubernetes.io/unreachable": 60},
+        ),
     ],
 )
 def test_lost_nodes_are_not_waited_for_unless_asked(
