@@ -137,6 +137,18 @@ def test_a_lease_by_which_no_operator_would_start_or_two_would_work_is_refused(s
     assert alone.returncode == 0, alone.stderr
 
 
+def test_without_a_lease_an_upgrade_ends_the_old_operator_before_the_new_one_begins() -> None:
+    (alone,) = [
+        item
+        for item in render_chart("settings.leaderElection.enabled=false", "replicas=1")
+        if item["kind"] == "Deployment"
+    ]
+    (usual,) = [item for item in render_chart() if item["kind"] == "Deployment"]
+
+    assert alone["spec"]["strategy"] == {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+    assert "strategy" not in usual["spec"]
+
+
 def limits(schema: Any, whole: Any) -> Any:
     """What ``schema`` lets through, however it is written: nothing said of defaults, descriptions and absence."""
     while "$ref" in schema:
