@@ -59,7 +59,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- include "sft.noStore" .Values.store -}}
 {{- end -}}
 {{- $settings = mergeOverwrite $settings (deepCopy .Values.settings) -}}
+{{- include "sft.withoutNulls" $settings -}}
 {{- $store := $settings.store | default dict -}}
+{{- if and $store (not $store.uri) -}}
+{{- fail "settings.store says how and store.uri is empty, so there would be no store: set store.uri to s3://bucket/prefix, or leave settings.store out" -}}
+{{- end -}}
 {{- if and $store.remove (not $store.verify) -}}
 {{- fail "store.remove is true and store.verify is false: the operator removes only what it has read and found to be its own; set store.verify to true as well, or store.remove to false" -}}
 {{- end -}}
@@ -71,6 +75,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- fail (printf "settings.leaderElection.enabled is false and replicas is %v: all of them would work at once; set replicas to 1, or leave it out" .Values.replicas) -}}
 {{- end -}}
 {{- toYaml $settings -}}
+{{- end -}}
+
+{{/* Takes away what was set to null, at any depth: Helm's word for "as if it had not been said", which the operator refuses. */}}
+{{- define "sft.withoutNulls" -}}
+{{- range $key := keys . -}}
+{{- $value := get $ $key -}}
+{{- if kindIs "invalid" $value }}{{ $_ := unset $ $key }}{{ else if kindIs "map" $value }}{{ include "sft.withoutNulls" $value }}{{ end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Nothing, or a failure that names what is said of a store and would do nothing, as none is named. */}}

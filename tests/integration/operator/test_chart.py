@@ -66,6 +66,9 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("logLevel=LOUD", "/logLevel"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
         ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
+        ("pods.resources.perGpu.requests.gpus=1", "'gpus'"),
+        ("store.s3.credentialsSecretRef=My_Secret", "/store/s3/credentialsSecretRef"),
+        ("settings.store.verify=true", "store.uri is empty"),
         ("pods.resources.perNode.requests.cpu=8", "/pods/resources"),
         ("settings.httpPort=9090", "/settings/httpPort"),
         ("settings.namespace=team", "/settings/namespace"),
@@ -222,6 +225,19 @@ def test_every_setting_may_be_given(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     objects = [item for item in yaml.safe_load_all(done.stdout) if item]
     assert settings_of(objects, tmp_path).model_dump(exclude=fixed) == settings.model_dump(exclude=fixed)
+
+
+def test_what_is_set_to_null_is_as_if_it_had_not_been_said(tmp_path: Path) -> None:
+    values = ("networkPolicy.metricsNamespaces", "networkPolicy.enabled", "logLevel", "store.verify", "store.remove")
+    nulls = [f"{value}=null" for value in (*values, "settings.pods.resources.perGpu.requests.memory")]
+
+    settings = settings_of(render_chart("store.uri=s3://bucket/sft", *nulls), tmp_path)
+
+    assert settings.network_policy.enabled is True
+    assert settings.network_policy.metrics_namespaces == []
+    assert settings.log_level == "INFO"
+    assert settings.store.verify is False
+    assert settings.pods.resources.per_gpu.requests == {"cpu": 2}
 
 
 def test_the_lease_of_the_settings_is_the_one_to_which_there_is_a_right(tmp_path: Path) -> None:
