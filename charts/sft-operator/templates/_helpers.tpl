@@ -56,11 +56,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- range $key, $value := .Values.store.s3 }}{{ if $value }}{{ $_ := set $s3 $key $value }}{{ end }}{{ end -}}
 {{- $_ := set $settings "store" (dict "uri" .Values.store.uri "s3" $s3 "verify" .Values.store.verify "remove" .Values.store.remove) -}}
 {{- else -}}
-{{- include "sft.noStore" .Values.store -}}
+{{- include "sft.noStore" (omit .Values.store "operatorCredentialsSecret") -}}
 {{- end -}}
 {{- $settings = mergeOverwrite $settings (deepCopy .Values.settings) -}}
 {{- include "sft.withoutNulls" $settings -}}
 {{- $store := $settings.store | default dict -}}
+{{- if and .Values.store.operatorCredentialsSecret (not $store) -}}
+{{- include "sft.noStore" (dict "operatorCredentialsSecret" .Values.store.operatorCredentialsSecret) -}}
+{{- end -}}
 {{- if and $store (not $store.uri) -}}
 {{- fail "settings.store says how and store.uri is empty, so there would be no store: set store.uri to s3://bucket/prefix, or leave settings.store out" -}}
 {{- end -}}
@@ -88,7 +91,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{/* Nothing, or a failure that names what is said of a store and would do nothing, as none is named. */}}
 {{- define "sft.noStore" -}}
 {{- $said := dict -}}
-{{- range $key := list "verify" "remove" }}{{ if get $ $key }}{{ $_ := set $said (printf "store.%s" $key) true }}{{ end }}{{ end -}}
+{{- range $key := list "verify" "remove" "operatorCredentialsSecret" -}}
+{{- if $value := get $ $key }}{{ $_ := set $said (printf "store.%s" $key) $value }}{{ end -}}
+{{- end -}}
 {{- range $key, $value := .s3 -}}
 {{- if and $value (ne (toString $value) "whenRequired") }}{{ $_ := set $said (printf "store.s3.%s" $key) $value }}{{ end -}}
 {{- end -}}

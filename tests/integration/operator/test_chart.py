@@ -109,6 +109,7 @@ def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
         (["store.s3.endpoint=http://minio:9000"], 'store.s3.endpoint is "http://minio:9000" and store.uri is empty'),
         (["store.s3.forcePathStyle=true"], 'store.s3.forcePathStyle is "true" and store.uri is empty'),
         (["store.s3.checksum=whenSupported"], 'store.s3.checksum is "whenSupported" and store.uri is empty'),
+        (["store.operatorCredentialsSecret=keys"], 'store.operatorCredentialsSecret is "keys" and store.uri is empty'),
         (["store.s3.credentialsSecretRef=keys"], "set store.uri to s3://bucket/prefix, or leave"),
         (["store.uri=s3://b/p", "store.remove=true"], "set store.verify to true as well, or store.remove to false"),
         (["store.uri=s3://b/p", "settings.store.remove=true"], "store.remove is true and store.verify is false"),
@@ -338,7 +339,9 @@ def test_the_trainers_image_may_be_named_by_digest(tmp_path: Path) -> None:
 
 def test_the_operators_own_credentials_come_from_a_secret() -> None:
     (deployment,) = [
-        item for item in render_chart("store.operatorCredentialsSecret=mine") if item["kind"] == "Deployment"
+        item
+        for item in render_chart("store.uri=s3://bucket/sft", "store.operatorCredentialsSecret=mine")
+        if item["kind"] == "Deployment"
     ]
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
 
