@@ -161,7 +161,7 @@ def _tolerations(compute: ComputeSpec) -> list[Manifest]:
     What only lets pods be placed (``NoSchedule``) says nothing of that: Kubernetes would add a patience of 300 s.
     """
     given = [item.model_dump(by_alias=True, exclude_none=True) for item in compute.tolerations]
-    known = {item.get("key") for item in given if item.get("effect") in (None, "NoExecute")}
+    known = {item.get("key") or None for item in given if item.get("effect") in (None, "NoExecute")}
     return given + [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
         for key in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")

@@ -355,6 +355,7 @@ def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
             {"node.kubernetes.io/unreachable": 900, "node.kubernetes.io/not-ready": 60},
         ),
         ([{"operator": "Exists"}], {None: None}),
+        ([{"key": "", "operator": "Exists"}], {"": None}),
         ([{"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 5}], {None: 5}),
         (
             [{"operator": "Exists", "effect": "NoSchedule"}],
