@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.export.companions import companions, model_card
 from sft_trainer.models.causal_lm import build_on_meta
 from tests.exports import CARD, export, exported, save
@@ -51,6 +53,20 @@ def generation_config(source: Path) -> Any:
     files = companions(build_on_meta(source), source, chat_tokenizer("chatml"), CARD)
     assert list(files)[-1] == "config.json"
     return json.loads(files["generation_config.json"])
+
+
+def test_a_tokenizer_with_several_chat_templates_has_all_of_them_in_the_export(
+    tmp_path: Path, source: Path, steps: Any
+) -> None:
+    # As Hermes and Command R have them, which transformers writes into a folder beside the default one
+    tokenizer = chat_tokenizer("chatml")
+    templates = {"default": tokenizer.chat_template, "tool_use": "{# tools #}" + tokenizer.chat_template}
+    tokenizer.chat_template = templates
+    store, (_, manifest) = steps
+
+    export(replace(exported(store, manifest, source), tokenizer=tokenizer), LocalStore(tmp_path / "out"))
+
+    assert load_tokenizer(tmp_path / "out").chat_template == templates
 
 
 def test_the_model_can_be_built_from_its_export(tmp_path: Path, source: Path, steps: Any) -> None:

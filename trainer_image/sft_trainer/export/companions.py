@@ -23,7 +23,7 @@ _GENERATION_CONFIG = "generation_config.json"
 def companions(
     model: CausalLM, source: Path, tokenizer: Any, card: str, adapter_config: Mapping[str, Any] | None = None
 ) -> dict[str, bytes]:
-    """Content by name, in the order in which they are written: ``EXPORT_CONFIG`` is the last.
+    """Content by key in the folder, in the order in which they are written: ``EXPORT_CONFIG`` is the last.
 
     ``source`` is the folder that the model came from; its weights are not needed. ``adapter_config`` is that of
     adapters, which then stands for the model's as ``EXPORT_ADAPTER_CONFIG``.
@@ -44,9 +44,10 @@ def companions(
         else:
             (folder / EXPORT_ADAPTER_CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
         (folder / "README.md").write_text(card)
+        # Of a tokenizer with several chat templates all but the default one lie in a folder of their own.
+        names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
         last = (EXPORT_CONFIG, EXPORT_ADAPTER_CONFIG)
-        files = sorted(folder.iterdir(), key=lambda file: (file.name in last, file.name))
-        return {file.name: file.read_bytes() for file in files}
+        return {name: (folder / name).read_bytes() for name in sorted(names, key=lambda name: (name in last, name))}
 
 
 def _generation_settings(source: Path) -> dict[str, Any]:
