@@ -3,7 +3,8 @@
 A step is made in fp32, slice by slice, by torch's own kernel. Only what is kept of the moments is rounded: the first,
 of which a step changes a tenth, to the nearest number; the second stochastically. With the usual beta of 0.999 a step
 changes it by at most 0.1% downwards, and bf16 numbers are 0.4 to 0.8% apart: rounded to the nearest it would never
-decay, and the learning rate of a parameter be that of its largest gradient ever.
+decay, and the learning rate of a parameter be that of its largest gradient ever. So is the first where its beta is as
+near to 1: a weight that has no gradient any more would be moved on by those of before for ever.
 """
 
 import hashlib
@@ -15,6 +16,8 @@ from torch.optim.adamw import adamw
 
 _SLICE_ELEMENTS = 2**22
 """Of a parameter that are updated at once: their moments exist in fp32 meanwhile."""
+_FAST_BETA = 0.98
+"""Up to here a step changes a moment by several times what rounding to the nearest number may take away."""
 _LOW_BITS = 0xFFFF
 """Of an fp32 number, those that bf16 does not have."""
 
@@ -90,6 +93,9 @@ class RoundedAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
+            if group["betas"][0] > _FAST_BETA:
+                # Other bits than the second moment's: both would be rounded up, or down, together.
+                round_stochastically_(first_moment, key.bitwise_not(), first + start)
             moments[0].copy_(first_moment)
             moments[1].copy_(round_stochastically_(second_moment, key, first + start))
         step += 1 if self.found_inf is None else 1 - self.found_inf
@@ -100,10 +106,10 @@ _ODD = (-1640531535, -2048144789, -1028477387, 747796405)
 
 
 def round_stochastically_(values: torch.Tensor, key: torch.Tensor, first: int) -> torch.Tensor:
-    """Round ``values`` (fp32, one dimension, none negative) in place to numbers of bf16, up or down.
+    """Round ``values`` (fp32, one dimension) in place to numbers of bf16, up or down.
 
-    Up as probable as it is near, so that the mean is right. What bf16 holds stays as it is. The same ``key``, an int32
-    scalar, and place, counted from ``first``, give the same random bits.
+    Each as probable as it is near, so that the mean is right. What bf16 holds stays as it is. The same ``key``, an
+    int32 scalar, and place, counted from ``first``, give the same random bits.
     """
     bits = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     bits.add_((first + 2**31) % 2**32 - 2**31).mul_(_ODD[3]).bitwise_xor_(key)

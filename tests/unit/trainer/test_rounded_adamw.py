@@ -48,8 +48,26 @@ def test_rounding_is_right_on_average_and_leaves_what_bf16_holds() -> None:
     ups = torch.stack([rounded[:-1] == high, rounded[1:] == high, later[:-1] == high]).double()
     assert torch.corrcoef(ups).fill_diagonal_(0).abs().max() < 0.02
 
-    exact = torch.tensor([0.0, 1.0, 2.0**-130, 3.3895e38]).bfloat16().float()
+    # And numbers below 0 as those above
+    assert torch.equal(round_stochastically_(torch.full((100_000,), -low - 0.3 * (high - low)), KEY, 0), -rounded)
+
+    exact = torch.tensor([0.0, -1.0, 1.0, 2.0**-130, 3.3895e38]).bfloat16().float()
     assert torch.equal(round_stochastically_(exact.clone(), KEY, 7), exact)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.99, 0.999])
+def test_a_weight_without_gradients_comes_to_rest(beta: float) -> None:
+    # Given a weight that had gradients once, such as the embedding of a rare token
+    ends = []
+    for dtype in ("bf16", "fp32"):
+        optimizer, (parameter,) = optimizer_of(dtype, (64, 64), betas=[beta, 0.999], weightDecay=0.0)
+        before = parameter.detach().clone()
+        for step in range(500):
+            parameter.grad = torch.full_like(parameter, float(step < 100))
+            optimizer.step()
+        ends.append(float((parameter.detach() - before).mean()))
+    # Then it moves on by what those leave behind, and no more
+    assert ends[0] == pytest.approx(ends[1], rel=0.02)
 
 
 def test_bits_are_those_of_the_place_in_the_whole() -> None:
