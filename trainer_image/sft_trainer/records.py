@@ -57,8 +57,8 @@ class RecordsFile(Listener):
         self.records = StepRecords()
         """Not known to be written."""
         self._attempt = 0
-        self._written = 0
-        """Step up to which they are."""
+        self._written = -1
+        """Step up to which they are: before training is one, too."""
 
     def on_claim(self, event: Claimed, control: Control) -> None:
         self._attempt = event.attempt

@@ -114,6 +114,17 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]
     return begun
 
 
+def test_the_evaluation_before_training_is_recorded_once(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.evaluated(2.5)
+    run.do(1)
+    run._save()
+    assert [(each["step"], each.get("evalLoss")) for each in run.recorded(1)] == [(0, 2.5), (1, None)]
+    run.do(2)
+    run._save(final=True)
+    assert [each["step"] for each in run.recorded(2)] == [2]
+
+
 def test_the_records_of_the_steps_since_the_last_save_are_beside_it(begin: Callable[..., Run]) -> None:
     run = begin()
     run.do(1, seconds=1.23456789)
