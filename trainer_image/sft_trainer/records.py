@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from sft_api.checkpoints import STATUS_KEY
@@ -34,10 +35,7 @@ class StepRecords:
 
     def lines(self) -> bytes:
         """One JSON line a record; numbers as exactly as Python prints them."""
-        lines = [
-            json.dumps({key: finite(value) if isinstance(value, float) else value for key, value in record.items()})
-            for record in self._records
-        ]
+        lines = [json.dumps({key: _as_json(value) for key, value in record.items()}) for record in self._records]
         return "".join(f"{line}\n" for line in lines).encode()
 
     def clear(self) -> None:
@@ -47,6 +45,13 @@ class StepRecords:
     def forget(self, *, up_to: int) -> None:
         """Forget those of the steps up to that one."""
         self._records = [record for record in self._records if record["step"] > up_to]
+
+
+def _as_json(value: Any) -> Any:
+    """``value`` of a record, or those of each set, without numbers that JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(each) for name, each in value.items()}
+    return finite(value) if isinstance(value, float) else value
 
 
 class RecordsFile(Listener):

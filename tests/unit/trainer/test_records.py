@@ -150,6 +150,16 @@ def test_the_records_of_the_steps_since_the_last_save_are_beside_it(begin: Calla
     assert [record["step"] for record in run.recorded(3)] == [3]
 
 
+def test_a_loss_that_is_not_finite_is_null_in_the_records(begin: Callable[..., Run]) -> None:
+    run = begin()
+    run.do(1, loss=math.inf)
+    run.evaluated(math.nan)
+    run._save()
+    text = run.store.read("metrics/step-00000001-a00001.jsonl").decode()
+    record = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert (record["loss"], record["evalLoss"], record["evalLosses"]) == (None, None, {"a": None})
+
+
 def test_no_checkpoint_counts_without_the_records_of_its_steps(begin: Callable[..., Run]) -> None:
     run = begin()
     run.store.away = ("metrics/",)
