@@ -52,8 +52,8 @@ BATCH = 1000
 """Keys of one request, or uploads; S3 allows no more."""
 CONCURRENCY = 2
 _STEP_EXPORTS = f"{EXPORT_FOLDER}/{STEP_EXPORTS}"
-_STEP_EXPORT = re.compile(re.escape(_STEP_EXPORTS) + r"\d{8,}/[^/]+")
-"""A file of an export of ``export.everySteps``."""
+_STEP_EXPORT = re.compile(re.escape(_STEP_EXPORTS) + r"\d{8,}/(additional_chat_templates/)?[^/]+")
+"""A file of an export of ``export.everySteps``; the folder in it is transformers', of tokenizers with several."""
 _HOST = "the operator, which removes this place"
 _WATCHED = "watched"
 """At the end of the id of our claim: somebody may have written when it was made."""

@@ -94,7 +94,8 @@ def test_all_goes_but_the_export_and_what_is_not_the_run_s(s3: Any, remover: Rem
     begun = {f"sft/team/{place}/tokenized/{'a' * 64}.arrow", f"sft/team/{place}/tokenized/train.jsonl"}
     for key in begun:
         s3.create_multipart_upload(Bucket=BUCKET, Key=key)
-    put_files(s3, f"{URI}/team/{place}", {"export/step-00000010/config.json": b"of the run"})
+    step = ("config.json", "additional_chat_templates/tool_use.jinja")
+    put_files(s3, f"{URI}/team/{place}", {f"export/step-00000010/{name}": b"of the run" for name in step})
     put_files(s3, f"{URI}/team/{place}-2", {"run.json": b"{}"})
 
     assert remover.turn(order(place)) == RemovalTurn("gone")
