@@ -50,6 +50,7 @@ from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR, pod_selector
 from .picture.memory import Memory
 from .picture.observed import Manifest
+from .picture.owners import owner_uid
 from .picture.picture import Key, Picture
 from .workqueue import RetryLater
 
@@ -169,7 +170,7 @@ class Reconciler:
                 await self._children.tell_begun(action.owner)
                 return None
             case Delete():
-                await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid)
+                await self._delete(key, action)
                 return None
             case GiveUpPod():
                 await self._give_up(key, action)
@@ -181,6 +182,22 @@ class Reconciler:
 
     def _remember(self, key: Key, change: Callable[[Memory], Memory]) -> None:
         self._picture.remember(key, change(self._picture.memory(key)))
+
+    async def _delete(self, key: Key, action: Delete) -> None:
+        version = None
+        if action.kind == "Job":
+            # Not from the picture: what the garbage collector has just let go (``--cascade=orphan``) is to stay, and
+            # that its SFTJob may go now can be seen before that.
+            try:
+                job = await self._cluster.get("Job", key.namespace, action.name)
+            except ApiError as error:
+                if error.code == 404:
+                    return
+                raise
+            if owner_uid(job, KIND) is None:
+                return
+            version = job["metadata"]["resourceVersion"]
+        await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid, version=version)
 
     async def _set_finalizers(self, key: Key, action: SetFinalizers) -> None:
         manifest = self._picture.manifest(key)

@@ -227,15 +227,26 @@ class Cluster:
         """Replace the object; its resourceVersion must be the present one."""
         return await self._request("update", kind, "PUT", self._url(kind, namespace, name), body=manifest)
 
-    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
-        """Delete just that object, its dependents in the background; nothing happens when it is gone."""
-        body: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+    async def delete(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        version: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """Delete just that object, its dependents in the background; nothing happens when it is gone, or when it is
+        not of that ``version`` any more."""
+        preconditions = {"uid": uid} if version is None else {"uid": uid, "resourceVersion": version}
+        body: Manifest = {"propagationPolicy": "Background", "preconditions": preconditions}
         if grace_seconds is not None:
             body["gracePeriodSeconds"] = grace_seconds
         try:
             await self._request("delete", kind, "DELETE", self._url(kind, namespace, name), body=body)
         except ApiError as error:
-            if error.code not in (404, 409):  # gone, or another object of the same name
+            if error.code not in (404, 409):  # gone, or another object of the same name, or changed since
                 raise
 
     async def evict(self, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:

@@ -89,7 +89,7 @@ def test_an_error_of_a_proxy_is_no_json() -> None:
 
 
 @pytest.mark.parametrize("code", [404, 409])
-def test_deleting_what_is_gone_or_another_is_no_error(code: int) -> None:
+def test_deleting_what_is_gone_or_another_or_has_changed_is_no_error(code: int) -> None:
     bodies: list[Any] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -97,8 +97,10 @@ def test_deleting_what_is_gone_or_another_is_no_error(code: int) -> None:
         return status(code, "gone")
 
     against(answer, lambda cluster: cluster.delete("Job", "team", "tulu", uid="u"))
+    against(answer, lambda cluster: cluster.delete("Job", "team", "tulu", uid="u", version="7"))
 
-    assert bodies == [{"propagationPolicy": "Background", "preconditions": {"uid": "u"}}]
+    conditions = [{"uid": "u"}, {"uid": "u", "resourceVersion": "7"}]
+    assert bodies == [{"propagationPolicy": "Background", "preconditions": each} for each in conditions]
 
 
 def test_of_what_was_made_only_the_whole_is_read() -> None:

@@ -373,6 +373,27 @@ def test_a_stuck_pod_that_may_not_be_given_up_is_left_alone_for_a_while(
     assert world.api.done("delete", "Pod") == 0
 
 
+def test_a_job_that_was_left_behind_just_now_is_not_deleted() -> None:
+    """With ``--cascade=orphan``: that its SFTJob may go can be seen before that it is owned no more."""
+    world = World()
+    manifest = world.api.keep("SFTJob", job_manifest())
+    world.api.keep("Job", child_manifest())
+    world.look()
+    world.watched = ("SFTJob", "Pod")
+    left = child_manifest()
+    del left["metadata"]["ownerReferences"]
+
+    world.api.keep("Job", left)
+    world.api.keep("SFTJob", merged(manifest, {"metadata": {"deletionTimestamp": stamp(0)}}))
+    world.look()
+    assert world.api.done("delete", "Job") == 0
+
+    world.api.keep("Job", child_manifest())
+    world.clock += 3
+    world.look()
+    assert world.api.done("delete", "Job") == 1
+
+
 @pytest.mark.parametrize(
     "error",
     [ApiError(403, "Forbidden", "no"), TimeoutError(), aiohttp.ServerDisconnectedError()],
