@@ -84,9 +84,9 @@ def test_weights_alone_begin_a_new_run_on_other_data(place: Place) -> None:
     sections = training(2, seed=7, evaluation={"beforeTraining": True})
     second = place.run(place.job("second", **sections, data=evaluated, checkpoint=origin))
 
-    # Then it makes all of its own steps, and before the first of them its loss is what the first run ended with
+    # Then it makes all of its own steps, and before the first of them (0) its loss is what the first run ended with
     assert second.code == 0, second.said
-    assert sorted(step_numbers(place.store("second"))) == [1, 2]
+    assert sorted(step_numbers(place.store("second"))) == [0, 1, 2]
     told = {name: json.loads((place.store(name) / "status.json").read_text()) for name in ("first", "second")}
     assert told["second"]["firstEvalLoss"] == told["first"]["evalLoss"] != told["second"]["evalLoss"]
     assert "checkpoint.resume.from" in (place.store("second") / "run.json").read_text()
