@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 # Of pytest. In the order of collection, which has what takes long first; runs have more processes of their own.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
-# Tests start hundreds of processes, which would all compile our sources anew.
+# Else each process of pytest would rewrite and compile all modules of tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(CURDIR):$(CURDIR)/crds:$(CURDIR)/operator:$(CURDIR)/trainer_image
 
