@@ -17,6 +17,7 @@ from sft_api.v1alpha1 import (
 from sft_api.v1alpha1.status import State
 
 from ..picture.observed import Observed, Report
+from .restarts import is_of_before
 
 _AT_WORK = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING})
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
@@ -37,11 +38,23 @@ def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     if training.attempt > status.attempt and training.phase in BEFORE_TRAINING:
         # The new attempt has not said yet where it goes on from: the figures of the old one still tell most.
         return status.model_copy(update={"progress": _phase_only(known, training)})
+    if training.attempt < status.attempt and _began_anew(observed):
+        return _adopt(status.model_copy(update={"attempt": 0}), training)
     if (training.attempt, training.step) < (status.attempt, known.step):
         return status.model_copy(update={"progress": _phase_only(known, training)})
     if training.attempt > status.attempt > 0:
         status = _settle_attempt(status, training, observed)
     return _adopt(status, training)
+
+
+def _began_anew(observed: Observed) -> bool:
+    """Whether the newest index 0 trains from the model: attempts are counted up in a place, and where its own is lower
+    than what is known, somebody has emptied it while the run rested."""
+    report, newest = observed.report, observed.coordinator
+    if report is None or newest is None or report.pod_uid != newest.uid:
+        return False
+    training = report.progress.training
+    return training.attempt > 0 and training.phase not in BEFORE_TRAINING and training.resumed_from_step is None
 
 
 def _phase_only(known: ProgressStatus, training: TrainingProgress) -> ProgressStatus:
@@ -146,8 +159,10 @@ def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     """``status`` with what pods left behind when they ended: nobody can be asked any more."""
     report = observed.report
     heard = next((pod for pod in observed.active_pods if report and pod.uid == report.pod_uid), None)
+    started = observed.job.started if observed.job else None
     for pod in (*observed.pods, *observed.gone_pods):
-        ended = pod.terminated
+        # What was said before a rest is known, and may be of a run that somebody has removed meanwhile.
+        ended = None if is_of_before(pod, started) else pod.terminated
         words = ended.report if ended else None
         if ended and words and words.attempt > 0 and _is_news(status, words, ended.finished):
             status = _with_last_words(status, words, ended.finished)

@@ -122,7 +122,7 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
     if pod.deletion_began is None:
         # That it was deleted was not seen, if it was: all of before the mark were asked to end by it, and without one
         # all of before a start by a rest that nobody has seen.
-        if release is None and item.disruption and _is_of_before(pod, resumed):
+        if release is None and item.disruption and is_of_before(pod, resumed):
             return False
         asked = release is not None and pod.created is not None and pod.created < release.at
         return not asked or (item.time is not None and release is not None and item.time < release.at)
@@ -130,10 +130,10 @@ def _meant_to_run(job: ChildJob, item: Loss) -> bool:
         # Its new start is not told yet.
         return pod.deletion_began < release.at - _CLOCKS_DIFFER
     # Times are whole seconds: a queue may take a place back and give it again within one.
-    return resumed is None or (pod.deletion_began >= resumed and not _is_of_before(pod, resumed))
+    return resumed is None or (pod.deletion_began >= resumed and not is_of_before(pod, resumed))
 
 
-def _is_of_before(pod: Pod, started: datetime | None) -> bool:
+def is_of_before(pod: Pod, started: datetime | None) -> bool:
     """Whether the Job, which ``started`` then the last time, has rested since it made ``pod``."""
     return started is not None and pod.created is not None and pod.created < started - _CLOCKS_DIFFER
 

@@ -8,10 +8,10 @@ import pytest
 
 from sft_api.checkpoints import CheckpointId
 from sft_api.failures import FailureClass
-from sft_api.progress import BEFORE_TRAINING, Phase
+from sft_api.progress import BEFORE_TRAINING, Phase, TrainingProgress
 from sft_api.report import checkpoints_status
 from sft_api.times import timestamp
-from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus
+from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus, SFTJobStatus
 from sft_operator.decisions.status import retried_status, write_status
 from sft_operator.picture.observed import Stored
 from tests.unit.operator.make import (
@@ -35,7 +35,7 @@ def test_figures_never_move_backwards() -> None:
     first = status_of(running(report=report(training(50, loss=1.0))))
     late = status_of(running(report=report(training(49, loss=9.0))), first)
     older_attempt = status_of(
-        running(report=report(training(70, attempt=1))),
+        running(report=report(training(70, attempt=1, resumed_from_step=60))),
         status_of(running(report=report(training(60, attempt=2))), first),
     )
 
@@ -145,6 +145,41 @@ def test_a_loss_that_was_recovered_long_ago_counts_no_more(between: str) -> None
 
     assert after.restarts
     assert after.restarts.total_recovery_seconds == 31
+
+
+def test_a_run_that_rested_while_somebody_emptied_its_place_shows_its_own_figures_to_its_end() -> None:
+    # Given a run that was suspended in its third attempt, whose pods are known with their last words
+    known = training(50, attempt=3, loss=2.0, checkpoints=checkpoints(40, 3))
+    before = status_of(running(job=make_child(started=-60), report=report(known)))
+    gone = [
+        make_pod(index, uid=f"gone-{index}", created=-50, deletion=10, phase="Failed", exit_code=10, words=rested)
+        for index, rested in enumerate([words(FailureClass.INTERRUPTED, 50, attempt=3)] * 2)
+    ]
+    job = make_child(started=90)
+
+    # When it goes on, finds nothing, trains from the model, and ends
+    def seen(seconds: float, told: TrainingProgress, before: SFTJobStatus) -> SFTJobStatus:
+        pods = (make_pod(0, created=90), make_pod(1, created=90))
+        here = running(job=job, pods=pods, gone_pods=tuple(gone), report=report(told, received=seconds))
+        return status_of(here, before, seconds=seconds)
+
+    loads = seen(100, training(0, phase=Phase.LOADING, update_time=at(100)), before)
+    trains = seen(110, training(7, loss=5.0, update_time=at(110)), loads)
+    again = seen(120, training(8, loss=4.0, update_time=at(120)), trains)
+    last = words(None, 100, total_steps=100, export_uri="s3://b/model", export_step=100)
+    ended = make_pod(0, created=90, phase="Succeeded", exit_code=0, words=last, finished=200)
+    done = make_child(started=90, conditions={"Complete": ("", "")})
+    complete = status_of(running(job=done, pods=(ended,), gone_pods=tuple(gone)), again, seconds=200)
+
+    # Then its own figures are told, and nothing of what was removed
+    assert loads.progress
+    assert (loads.attempt, loads.progress.step) == (3, 50)
+    assert [(each.attempt, each.progress and each.progress.step) for each in (trains, again)] == [(1, 7), (1, 8)]
+    assert trains.checkpoints
+    assert trains.checkpoints.latest is None
+    assert complete.progress
+    assert (complete.state, complete.attempt, complete.progress.summary) == ("Complete", 1, "100/100")
+    assert complete.export == ExportStatus(uri="s3://b/model", step=100)
 
 
 def test_a_run_that_is_retried_in_a_place_that_somebody_has_emptied_shows_its_own_figures() -> None:
