@@ -1,5 +1,6 @@
+{{/* A release may have dots in its name, a Service none. */}}
 {{- define "sft.name" -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- .Release.Name | replace "." "-" | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Of what lies outside of the release's namespace, where another release may have the same name. */}}

@@ -425,19 +425,19 @@ def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) 
     server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": labels}})
     access = (f"--kubeconfig={server.kubeconfig}", f"--namespace={namespace}")
     try:
-        done = helm("install", "second", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
+        done = helm("install", "second.one", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
         assert done.returncode == 0, done.stderr
         server.kubectl(
             "wait",
             f"--namespace={namespace}",
             "--for=jsonpath={.status.unavailableReplicas}=2",
-            "deployment/second",
+            "deployment/second-one",
             f"--timeout={PATIENCE_SECONDS:.0f}s",
         )
         pods: Any = server.get("pods", f"--namespace={namespace}")
         assert len(pods["items"]) == 2
     finally:
-        helm("uninstall", "second", *access)
+        helm("uninstall", "second.one", *access)
         server.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
