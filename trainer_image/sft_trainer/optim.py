@@ -61,8 +61,10 @@ def build_optimizer(
 
 
 def _is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    # Biases of stacked experts are rows of one tensor.
-    return parameter.ndim >= 2 and not name.endswith("bias")
+    # Biases of stacked experts are rows of one tensor, and so are the norms of heads that have weights of their own
+    # (Command R+).
+    module, _, leaf = name.rpartition(".")
+    return parameter.ndim >= 2 and not leaf.endswith("bias") and not module.endswith("norm")
 
 
 def update(optimizer: torch.optim.Optimizer, rate: float, skips: torch.Tensor) -> None:

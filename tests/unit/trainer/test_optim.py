@@ -1,12 +1,15 @@
 """The learning-rate schedule as a function of the step, and what decays."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from sft_api.v1alpha1 import SFTJobSpec
+from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.optim import build_optimizer, learning_rate
+from tests.architectures import small_config
 
 
 def spec(**schedule: Any) -> SFTJobSpec:
@@ -88,3 +91,17 @@ def test_nor_do_biases_of_stacked_experts() -> None:
         (0.1, [weight]),
         (0.0, [bias]),
     ]
+
+
+def test_nor_do_norms_that_have_weights_for_each_head(tmp_path: Path) -> None:
+    # Given a model whose norms of queries and keys have a row for each head, as Command R+ has
+    small_config("cohere", use_qk_norm=True).save_pretrained(tmp_path)
+    model: Any = build_on_meta(tmp_path).huggingface
+    attention = model.base_model.layers[0].self_attn
+    assert attention.q_norm.weight.ndim == 2
+
+    # Then its matrices decay, and they do not
+    optimizer = build_optimizer(model.named_parameters(), spec(), 1e-3)
+    decay = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decay[attention.q_proj.weight] == 0.1
+    assert decay[attention.q_norm.weight] == decay[attention.k_norm.weight] == 0.0
