@@ -193,6 +193,9 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
     if spec.compute.effective_processes_per_node % spec.sequence_parallel:
         return False
     within = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
+    if spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.reduce_gradients == "oncePerStep":
+        # What the plan leaves open of it follows from what is decided here.
+        within = within.model_copy(update={"reduce_gradients": "oncePerStep"})
     return estimate(shape, spec, within).total <= WARNED_SHARE * gpu
 
 

@@ -572,6 +572,23 @@ def test_a_model_is_sharded_within_a_node_where_a_copy_of_it_fits_there() -> Non
     assert degree(model={"uri": "hf://Qwen/Qwen3-0.6B"}, compute={"nodes": 4, "gpusPerNode": 1}) == 1
 
 
+def test_whole_gradients_that_are_asked_for_are_counted_where_a_copy_is_to_fit_a_node() -> None:
+    # Given a model of which each node has room for a copy, but not for the gradients of the whole model beside it
+    def asked(**fsdp: Any) -> SFTJobSpec:
+        training = {"activationCheckpointing": "full", "globalBatchTokens": 4096 * 128}
+        model, compute = {"uri": "hf://Qwen/Qwen3-14B"}, {"nodes": 4}
+        return spec(8, model, 4096, training=training, compute=compute, strategy={"fsdp": fsdp})
+
+    assert make_plan(asked()).shard_degree == 8
+    within = asked(reduceGradients="oncePerStep", shardDegree=8)
+    assert "it does not fit" in verdict(within).refused
+
+    # Then it is sharded over all of them where these are asked for, and fits
+    once = asked(reduceGradients="oncePerStep")
+    assert make_plan(once).shard_degree == 32
+    assert verdict(once) == Fit()
+
+
 def test_what_is_asked_for_and_what_nobody_knows_is_sharded_as_before() -> None:
     given = spec(8, length=4096, compute=NODES, strategy={"fsdp": {"shardDegree": 32}})
     assert make_plan(given).shard_degree == 32
