@@ -405,10 +405,8 @@ def _changes(
         # Said outright: where the field is left out, each of several nodes has a replica of its own if it fits there.
         yield f"strategy.fsdp.shardDegree: {plan.processes}", spec, wider
     else:
-        more = [_over(plan, 2**doubled * plan.processes) for doubled in range(1, _MOST_DOUBLED + 1)]
-        fitting = (wider for wider in more if _takes(spec, wider, shape) <= WARNED_SHARE * gpu)
-        wider = next(fitting, more[0])
-        yield f"{wider.processes} GPUs in compute", spec, wider
+        more = [_over(spec, plan, 2**doubled * plan.processes) for doubled in range(1, _MOST_DOUBLED + 1)]
+        yield next((each for each in more if _takes(*each[1:], shape) <= WARNED_SHARE * gpu), more[0])
     if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
@@ -484,9 +482,26 @@ def _shared(spec: SFTJobSpec, plan: PlanStatus, degree: int) -> tuple[SFTJobSpec
     return shared, with_batch_of(shared, plan.model_copy(update={"sequence_parallel": degree, "data_parallel": shares}))
 
 
-def _over(plan: PlanStatus, processes: int) -> PlanStatus:
-    shares = plan.data_parallel * processes // plan.processes
-    return plan.model_copy(update={"shard_degree": processes, "processes": processes, "data_parallel": shares})
+def _over(spec: SFTJobSpec, plan: PlanStatus, processes: int) -> tuple[str, SFTJobSpec, PlanStatus]:
+    """Over more ``processes``, all of which share a copy; in words with what else of ``spec`` would keep them from
+    it: a degree of fewer, or a step too small to be shared out to them."""
+    shares, training, besides = plan.data_parallel * processes // plan.processes, spec.training, list[str]()
+    if spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.shard_degree is not None:
+        besides.append(f"strategy.fsdp.shardDegree: {processes}")
+        fsdp = spec.strategy.fsdp.model_copy(update={"shard_degree": processes})
+        spec = spec.model_copy(update={"strategy": StrategySpec(fsdp=fsdp)})
+    each = training.max_tokens_per_micro_batch or spec.data.max_length
+    if training.global_batch_size is not None and training.global_batch_size % (shares * training.micro_batch_size):
+        at_once = shares * training.micro_batch_size
+        examples = -(-training.global_batch_size // at_once) * at_once
+        besides.append(f"training.globalBatchSize: {examples}")
+        spec = _with(spec, "training", global_batch_size=examples)
+    elif training.global_batch_tokens is not None and training.global_batch_tokens < shares * each:
+        besides.append(f"training.globalBatchTokens: {shares * each}")
+        spec = _with(spec, "training", global_batch_tokens=shares * each)
+    wider = plan.model_copy(update={"shard_degree": processes, "processes": processes, "data_parallel": shares})
+    words = f"{processes} GPUs in compute{' with ' if besides else ''}{' and '.join(besides)}"
+    return words, spec, with_batch_of(spec, wider)
 
 
 def _takes(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> int:

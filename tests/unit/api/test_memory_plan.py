@@ -218,6 +218,53 @@ def test_to_shard_over_all_nodes_is_a_remedy_that_can_be_followed(strategy: dict
     assert f"strategy.fsdp.shardDegree: 64 ({total(followed)})" in told
 
 
+@pytest.mark.parametrize(
+    ("fsdp", "training", "besides"),
+    [
+        ({"shardDegree": 2}, {}, {"strategy.fsdp.shardDegree": 8}),
+        ({}, {"globalBatchSize": 4}, {"training.globalBatchSize": 8}),
+        ({}, {"globalBatchSize": 16}, {}),
+        ({}, {"globalBatchTokens": 4 * 8192}, {"training.globalBatchTokens": 8 * 8192}),
+        (
+            {"shardDegree": 2},
+            {"globalBatchSize": 12},
+            {"strategy.fsdp.shardDegree": 8, "training.globalBatchSize": 16},
+        ),
+    ],
+)
+def test_more_gpus_are_a_remedy_that_can_be_followed(
+    fsdp: dict[str, Any], training: dict[str, Any], besides: dict[str, int]
+) -> None:
+    # Given what a model does not fit, and a degree or a step that would keep more GPUs from helping
+    fsdp = {"reshardAfterForward": True, **fsdp}
+    crowded = spec(2, training=training, strategy={"fsdp": fsdp})
+
+    told = verdict(crowded).refused
+
+    # Then it is told what else grows with them, and what is taken then is what a run takes that follows it
+    for name, value in besides.items():
+        of = fsdp if name.startswith("strategy") else training
+        of[name.rpartition(".")[2]] = value
+    followed = spec(8, training=training, strategy={"fsdp": fsdp})
+    words = " and ".join(f"{name}: {value}" for name, value in besides.items())
+    assert make_plan(followed).shard_degree == 8
+    assert f", 8 GPUs in compute{' with ' if words else ''}{words} ({total(followed)})" in told
+
+
+def test_more_gpus_need_not_hold_whole_gradients_between_the_micro_batches_that_fewer_have() -> None:
+    # Given a step of two micro-batches for each process, and of one for each of twice as many
+    def asked(gpus: int) -> SFTJobSpec:
+        once = {"fsdp": {"reduceGradients": "oncePerStep", "reshardAfterForward": True}}
+        training = {"activationCheckpointing": "full", "globalBatchTokens": 8 * 4096}
+        return spec(gpus, {"uri": "hf://Qwen/Qwen3-14B"}, 4096, training=training, strategy=once)
+
+    assert "it does not fit" in verdict(asked(4)).refused
+
+    # Then as many are told of as make it fit, and no more
+    assert verdict(asked(8)) == Fit()
+    assert f"8 GPUs in compute ({total(asked(8))})" in verdict(asked(4)).refused
+
+
 def test_tokens_are_shared_out_to_as_few_as_make_it_fit() -> None:
     # Given contexts that no GPU alone has memory for
     long = spec(gpus=8, length=49152, training={"activationCheckpointing": "selective"})
