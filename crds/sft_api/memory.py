@@ -159,12 +159,16 @@ def _bytes(parameters: int, packed: int, each: int, quantised: Quantised | None)
     return each * (parameters - packed) + PACKED_BYTES[quantised] * packed
 
 
-def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus) -> MemoryEstimate:
-    """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone."""
+def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bool = False) -> MemoryEstimate:
+    """Memory of one process of ``plan`` that trains a model of ``shape``, by formula alone.
+
+    Of a block of which some weights are trained, what it keeps where all are: a most; a ``least`` where none is.
+    """
     adapted = adapted_of(shape, spec)
     weights, _ = trained_weights(shape, spec)
-    blocks = [(tuple(names), trained > 0) for names, trained in zip(adapted, weights, strict=True)]
-    first = next((number for number, block in enumerate(blocks) if any(block)), shape.layers)
+    first = next((i for i, block in enumerate(zip(adapted, weights, strict=True)) if any(block)), shape.layers)
+    enough = shape.block_parameters if least else 1
+    blocks = [(tuple(names), trained >= enough) for names, trained in zip(adapted, weights, strict=True)]
     if trains_module(EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})

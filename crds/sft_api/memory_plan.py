@@ -293,10 +293,18 @@ def _modules_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     return ""
 
 
-def sentences(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate, gpu: int) -> Fit:
+def sentences(
+    spec: SFTJobSpec,
+    plan: PlanStatus,
+    shape: ModelShape | None,
+    memory: MemoryEstimate,
+    gpu: int,
+    *,
+    seen: bool = False,
+) -> Fit:
     """The verdict on a run that takes ``memory`` of GPUs of ``gpu`` bytes, with what makes it smaller.
 
-    ``shape`` is that of the model, where a formula knows it.
+    ``shape`` is that of the model, where a formula knows it; ``seen`` says that what blocks keep is not by a formula.
     """
     if memory.total <= WARNED_SHARE * gpu:
         return Fit()
@@ -305,21 +313,27 @@ def sentences(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memo
     what = f"{least}{gibibytes(memory.total)} of each GPU's {gibibytes(gpu)} would be taken ({parts_in_words(memory)})"
     # To see what a dummy run takes is what it is for.
     tried = spec.compute.memory_check == "Warn" or spec.training.dummy_run is not None
-    if tried or memory.total - _not_sure(spec, plan, shape, memory) <= REFUSED_SHARE * gpu:
+    if tried or memory.total - _not_sure(spec, plan, shape, memory, seen=seen) <= REFUSED_SHARE * gpu:
         return Fit(warning=f"it may not fit: {what}; {remedy}")
     return Fit(
         refused=f"it does not fit: {what}; {remedy}. Where you know better, compute.memoryCheck: Warn has it tried"
     )
 
 
-def _not_sure(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate) -> int:
+def _not_sure(
+    spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, memory: MemoryEstimate, *, seen: bool
+) -> int:
     """Bytes of ``memory`` that are a most, and may be much less."""
     # How much less some compiled layers keep than is reckoned nobody knows, nor how short examples are: data.maxLength
     # is a limit of theirs, to which nothing but packing fills a micro-batch.
     unpacked = spec.data.packing == "none"
     compiled = plan.compile and (shape is None or not knows_compiled(shape))
     activations = (memory.activations or 0) if compiled or unpacked else 0
-    return activations + ((memory.logits or 0) if unpacked else 0)
+    not_sure = activations + ((memory.logits or 0) if unpacked else 0)
+    if seen or shape is None or not spec.training.trainable_modules:
+        return not_sure
+    # A block of which some weights are trained is taken for one of which all are.
+    return max(not_sure, memory.total - estimate(shape, spec, plan, least=True).total)
 
 
 def parts_in_words(memory: MemoryEstimate) -> str:

@@ -6,7 +6,16 @@ import pytest
 
 from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_configs, known_shape
-from sft_api.memory_plan import Fit, gibibytes, judge, memory_of, parameter_count, remedies, staging_warning
+from sft_api.memory_plan import (
+    Fit,
+    gibibytes,
+    judge,
+    memory_of,
+    parameter_count,
+    remedies,
+    sentences,
+    staging_warning,
+)
 from sft_api.model_shape import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec
@@ -84,6 +93,30 @@ def test_what_compiled_layers_of_experts_keep_is_not_held_against_a_run() -> Non
 
     assert verdict(spec(gpus=8, model=mixture, length=65536)).refused
     assert verdict(spec(gpus=8, model=mixture, length=65536, training=compiled)).warning.startswith("it may not fit")
+
+
+def test_what_blocks_of_which_some_weights_are_trained_keep_is_not_held_against_a_run() -> None:
+    # Given blocks of which one layer is trained: what they keep is reckoned as if all were, which is a third more
+    def asked(gpu: str, modules: list[str]) -> SFTJobSpec:
+        compute = {"gpuMemory": gpu}
+        return spec(8, {"uri": "hf://Qwen/Qwen3-8B"}, 8192, training={"trainableModules": modules}, compute=compute)
+
+    some, whole = ["self_attn.o_proj"], ["model.layers"]
+    taken = total(asked("60Gi", some))
+
+    # Then it is warned of, where it may fit, and refused where not even blocks of frozen weights did
+    assert taken is not None
+    assert 1.1 * 60 < float(taken.removesuffix("Gi")) < 70
+    assert verdict(asked("60Gi", some)).warning.startswith(f"it may not fit: {taken} of each")
+    assert "it does not fit" in verdict(asked("30Gi", some)).refused
+    # Who has seen what they keep, as the trainer has of layers that are not compiled, is sure of it
+    tight = asked("60Gi", some)
+    plan, shape = make_plan(tight), known_shape("hf://Qwen/Qwen3-8B")
+    memory = memory_of(tight, plan, shape)
+    assert memory is not None
+    assert sentences(tight, plan, shape, memory, 60 * GIB, seen=True).refused
+    # Of those of which all are trained it is known
+    assert "it does not fit" in verdict(asked("60Gi", whole)).refused
 
 
 def test_remedies_are_those_that_make_a_difference() -> None:

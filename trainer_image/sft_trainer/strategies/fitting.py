@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft_api.memory import MemoryEstimate
+from sft_api.memory import MemoryEstimate, knows_compiled
 from sft_api.memory_plan import gibibytes, parts_in_words, sentences
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
@@ -49,7 +49,9 @@ def check_fits(
         # No formula says what would be taken then, and of model.parameters follows a part only, which compares with
         # nothing here: the remedies are told without numbers.
         changing = spec.model_copy(update={"model": spec.model.model_copy(update={"parameters": None})})
-    fit = sentences(changing, plan, shape, estimate, int(gpu))
+    # What layers keep that are compiled is by a formula here too.
+    seen = not (plan.compile and shape is not None and knows_compiled(shape))
+    fit = sentences(changing, plan, shape, estimate, int(gpu), seen=seen)
     if fit.refused:
         raise ConfigError(fit.refused)
     if tells:
