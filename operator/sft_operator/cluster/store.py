@@ -45,7 +45,15 @@ from ..config import StoreSettings
 from ..picture import untrusted
 from ..picture.observed import CompleteRun, Stored
 from .progress_client import with_clean_checkpoints
-from .store_reading import MAX_MANIFEST_BYTES, Reading, StoreError, StoreFile, connect
+from .store_reading import (
+    MAX_MANIFEST_BYTES,
+    MAX_MANIFEST_VALUES,
+    Reading,
+    StoreError,
+    StoreFile,
+    connect,
+    has_more_values,
+)
 
 KEPT = 10
 READ_SECONDS = 60.0
@@ -153,8 +161,8 @@ class CheckpointStore:
         try:
             reading = self._reading(uri, COMPLETE_SECONDS)
             # Mostly it is not there, and nothing else need be asked for.
-            word = reading.record(DONE_KEY)
-            record = reading.record(RUN_KEY) if word is not None else None
+            word = reading.document(DONE_KEY)
+            record = reading.document(RUN_KEY) if word is not None else None
             if word is None or record is None:
                 return None
             done = decode_done(word)
@@ -173,7 +181,7 @@ class CheckpointStore:
                 export = ExportStatus(uri=export_uri, step=one.step)
             if last is None and export is None:
                 return None
-            reported = _progress(reading.record(STATUS_KEY))
+            reported = _progress(reading.document(STATUS_KEY))
             return CompleteRun(uri, complete_progress(uri, done, last, reported, export))
         except (RecordError, NumbersError):
             return None  # whoever starts there says what is wrong with it
@@ -195,8 +203,11 @@ def _manifest(reading: Reading, one: CheckpointId, files: Mapping[str, StoreFile
         return "its manifest is gone"
     if files[MANIFEST_NAME].size > MAX_MANIFEST_BYTES:
         return f"its manifest has more than {MAX_MANIFEST_BYTES} bytes"
+    raw = reading.read(one.manifest_key, MAX_MANIFEST_BYTES)
+    if has_more_values(raw, MAX_MANIFEST_VALUES):
+        return f"its manifest has more than {MAX_MANIFEST_VALUES} values"
     try:
-        manifest = decode_manifest(reading.read(one.manifest_key, MAX_MANIFEST_BYTES))
+        manifest = decode_manifest(raw)
     except ManifestError as error:
         return str(error)
     except (ValueError, OverflowError, RecursionError) as error:  # nested too deeply
@@ -208,7 +219,7 @@ def _manifest(reading: Reading, one: CheckpointId, files: Mapping[str, StoreFile
 
 
 def _holds_export(target: Reading, wanted: ExportRecord) -> bool:
-    raw = target.record(EXPORT_RECORD)
+    raw = target.document(EXPORT_RECORD)
     try:
         found = ExportRecord.model_validate(untrusted.loads(raw)) if raw is not None else None
     except ValueError:

@@ -19,6 +19,11 @@ MAX_MANIFEST_BYTES = 8 * 2**20
 several times its size while it is."""
 MAX_RECORD_BYTES = 2**20
 """Of what says whose a place is, and how its run stands: some kB."""
+MAX_MANIFEST_VALUES = 200_000
+"""Three for each file. Bytes alone bound no memory: an object of two bytes takes a hundred once it is read, and again
+as many when it is validated, so that one manifest of 8 MiB took more than all that the operator has."""
+MAX_RECORD_VALUES = 20_000
+"""The same of the others, which several threads read at once."""
 _CHUNK_BYTES = 2**20
 
 
@@ -54,6 +59,11 @@ def connect(settings: StoreSettings) -> Any:
             response_checksum_validation=checksum,
         ),
     )
+
+
+def has_more_values(raw: bytes, most: int) -> bool:
+    """Whether the JSON ``raw`` may hold more than ``most`` values: by what divides them, also where that is text."""
+    return sum(raw.count(mark) for mark in (b",", b"[", b"{")) > most
 
 
 class Reading:
@@ -104,6 +114,13 @@ class Reading:
             raise
         if len(raw) > MAX_RECORD_BYTES:
             raise StoreError(f"{key} has more than {MAX_RECORD_BYTES} bytes")
+        return raw
+
+    def document(self, key: str) -> bytes | None:
+        """``record`` of what is then read as JSON: not more of it than memory is there for."""
+        raw = self.record(key)
+        if raw is not None and has_more_values(raw, MAX_RECORD_VALUES):
+            raise StoreError(f"{key} has more than {MAX_RECORD_VALUES} values")
         return raw
 
     def read(self, key: str, most: int) -> bytes:

@@ -163,7 +163,7 @@ class _Place:
     def _is_ours(self) -> bool:
         """Whether there is something to remove; raises ``_Kept`` when that is another's."""
         uri, wanted = self._wanted.uri, self._wanted
-        raw = self._reading.record(RUN_KEY)
+        raw = self._reading.document(RUN_KEY)
         if raw is None:
             if self._reading.folders() or self._newest():
                 raise _Kept(f"{uri} has no {RUN_KEY}, which says whose checkpoints these are")
@@ -191,7 +191,7 @@ class _Place:
         return newest_attempt(f"{ATTEMPTS_PREFIX}{name}" for name in self._reading.files(ATTEMPTS_PREFIX))
 
     def _claim(self, attempt: int) -> AttemptClaim | None:
-        raw = self._reading.record(attempt_key(attempt))
+        raw = self._reading.document(attempt_key(attempt))
         try:
             return AttemptClaim.model_validate_json(raw) if raw is not None else None
         except (ValidationError, ValueError, RecursionError):
@@ -222,7 +222,7 @@ class _Place:
 
     def _is_quiet(self) -> bool:
         """Whether the last who wrote there has said that he ended, or nobody ever did."""
-        raw = self._reading.record(ALIVE_KEY)
+        raw = self._reading.document(ALIVE_KEY)
         if raw is None:
             return True
         try:

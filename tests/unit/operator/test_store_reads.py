@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -12,8 +15,8 @@ import pytest
 from sft_api.checkpoints import CheckpointId
 from sft_api.progress import TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus
-from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _progress
-from sft_operator.cluster.store_reading import Reading
+from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _manifest, _progress
+from sft_operator.cluster.store_reading import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, Reading, StoreError, StoreFile
 from sft_operator.config import StoreSettings
 from sft_operator.picture.observed import Stored
 
@@ -92,3 +95,41 @@ def test_of_what_a_complete_run_reported_no_more_is_kept_than_a_status_shows() -
     assert kept is not None
     assert (kept.step, len(kept.warnings), kept.eval_losses) == (10, 20, {})
     assert {len(warning) for warning in kept.warnings} == {1000}
+
+
+class Written:
+    """A store in which every object is ``raw``."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+
+    def get_object(self, **_: Any) -> dict[str, Any]:
+        return {"Body": io.BytesIO(self._raw)}
+
+
+def of_values(most_bytes: int) -> bytes:
+    """A document of as many values as there is room for, which are many times its size in memory."""
+    return b'{"formatVersion":3,"run":[' + b",".join([b"{}"] * (most_bytes // 3 - 20)) + b"]}"
+
+
+def test_a_manifest_is_not_read_that_takes_many_times_its_size() -> None:
+    """Whoever writes one in a namespace of his own would have the operator killed again and again, for everybody."""
+    raw, one = of_values(MAX_MANIFEST_BYTES), CheckpointId(1, 10)
+    reading = Reading(Written(raw), "s3://platform/team/run", lambda: 0.0, seconds=1)
+    now = datetime.now(UTC)
+
+    tracemalloc.start()
+    found = _manifest(reading, one, {"manifest.json": StoreFile(len(raw), now)})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert isinstance(found, str)
+    assert "values" in found
+    assert peak < 4 * MAX_MANIFEST_BYTES
+
+
+def test_nor_is_a_record() -> None:
+    reading = Reading(Written(of_values(MAX_RECORD_BYTES)), "s3://platform/team/run", lambda: 0.0, seconds=1)
+
+    with pytest.raises(StoreError, match=r"run\.json has more than 20000 values"):
+        reading.document("run.json")
