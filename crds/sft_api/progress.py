@@ -125,7 +125,8 @@ class TrainingProgress(ReportModel):
     """While nothing can be saved."""
     curve_uri: str | None = Field(default=None, max_length=2048)
     """The picture of the losses, once there is one."""
-    warnings: list[str] = Field(default_factory=list)
+    # No bound: trainers of before it was kept told more. The first wrong one ends it: each would be told.
+    warnings: list[str] = Field(default_factory=list, fail_fast=True)
     spent: SpentSeconds = Field(default_factory=SpentSeconds)
     """Of this attempt."""
     update_time: Time = Field(default_factory=lambda: datetime.now(UTC))

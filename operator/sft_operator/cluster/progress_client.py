@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 from pydantic import ValidationError
 
-from sft_api.progress import PROGRESS_PORT, Progress, TrainingProgress
+from sft_api.progress import MOST_WARNINGS, PROGRESS_PORT, Progress, TrainingProgress
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import CheckpointStatus
 
@@ -21,6 +21,8 @@ from ..picture.observed import with_clean_ids
 
 MAX_BYTES = 256 * 1024
 _SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
+_WARNING_CHARACTERS = 1000
+"""As a status shows them."""
 TIMEOUT = aiohttp.ClientTimeout(total=4, sock_connect=2)
 KEPT_PODS = 500
 """Connections that stay open: to the pods that were asked last. Where more are asked in turn, none would be used
@@ -117,20 +119,21 @@ def parse_report(body: bytes) -> Progress:
     try:
         progress = Progress.model_validate(untrusted.loads(body))
     except ValidationError as error:
-        wrong = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors()[:_SHOWN_ERRORS])
+        errors = error.errors(include_url=False, include_context=False, include_input=False)[:_SHOWN_ERRORS]
+        wrong = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in errors)
         raise UnreadableReport("; ".join(wrong)[:_SHOWN_CHARACTERS]) from error
     except ValueError as error:
         raise UnreadableReport(f"no JSON: {error}"[:_SHOWN_CHARACTERS]) from error
     return progress.model_copy(
         update={
-            "training": with_clean_checkpoints(progress.training),
+            "training": as_a_status_shows(progress.training),
             "incidents": with_clean_ids(progress.incidents),
         }
     )
 
 
-def with_clean_checkpoints(training: TrainingProgress) -> TrainingProgress:
-    """``training`` with those checkpoints that a status can hold."""
+def as_a_status_shows(training: TrainingProgress) -> TrainingProgress:
+    """``training`` with no more than a status can hold: the report of each job is kept for as long as it is there."""
     checkpoints = training.checkpoints
     clean = checkpoints.model_copy(
         update={
@@ -139,7 +142,9 @@ def with_clean_checkpoints(training: TrainingProgress) -> TrainingProgress:
             "kept": [kept for item in checkpoints.kept if (kept := _checkpoint(item))],
         }
     )
-    return training.model_copy(update={"checkpoints": clean})
+    warnings = [warning[:_WARNING_CHARACTERS] for warning in training.warnings[-MOST_WARNINGS:]]
+    shown = {"checkpoints": clean, "warnings": warnings, "eval_losses": {}, "eval_accuracies": {}}
+    return training.model_copy(update=shown)
 
 
 def _checkpoint(status: CheckpointStatus | None) -> CheckpointStatus | None:

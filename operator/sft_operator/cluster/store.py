@@ -37,14 +37,14 @@ from sft_api.place import (
     decode_done,
     decode_record,
 )
-from sft_api.progress import MOST_WARNINGS, TrainingProgress
+from sft_api.progress import TrainingProgress
 from sft_api.report import checkpoint_status, checkpoints_status, finite
 from sft_api.v1alpha1 import CheckpointStatus, ExportStatus
 
 from ..config import StoreSettings
 from ..picture import untrusted
 from ..picture.observed import CompleteRun, Stored
-from .progress_client import with_clean_checkpoints
+from .progress_client import as_a_status_shows
 from .store_reading import (
     MAX_MANIFEST_BYTES,
     MAX_MANIFEST_VALUES,
@@ -61,8 +61,6 @@ READ_SECONDS = 60.0
 COMPLETE_SECONDS = 20.0
 """The same, to find out whether it is complete."""
 CONCURRENCY = 4
-_WARNING_CHARACTERS = 1000
-"""As a status shows them."""
 _Found = TypeVar("_Found")
 
 
@@ -240,8 +238,6 @@ def _progress(raw: bytes | None) -> TrainingProgress | None:
     if raw is None:
         return None
     try:
-        told = with_clean_checkpoints(TrainingProgress.model_validate(untrusted.loads(raw)))
+        return as_a_status_shows(TrainingProgress.model_validate(untrusted.loads(raw)))
     except (ValidationError, ValueError):
         return None
-    warnings = [warning[:_WARNING_CHARACTERS] for warning in told.warnings[-MOST_WARNINGS:]]
-    return told.model_copy(update={"warnings": warnings, "eval_losses": {}, "eval_accuracies": {}})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
+from pydantic import ValidationError
 
 from sft_api.progress import Progress
 from sft_api.report import progress_status
@@ -254,3 +256,29 @@ def test_times_get_a_time_zone_and_checkpoints_without_a_time_are_dropped() -> N
     assert [item.time for item in progress.training.checkpoints.kept] == ["2026-01-01T00:00:00Z"]
     assert progress.incidents[0].time.tzinfo is not None
     assert len(progress.incidents[0].id) == 100
+
+
+def test_of_a_report_no_more_is_kept_than_a_status_shows() -> None:
+    """That of each job is: a hundred pods whose reports took megabytes each would end the operator."""
+    many = {f"{number:x}": 1 for number in range(10_000)}
+    told = {"evalLosses": many, "evalAccuracies": many, "warnings": [*many, "a" * 5000]}
+    body = json.dumps({"training": told}, separators=(",", ":")).encode()
+    assert len(body) < MAX_BYTES
+    parse_report(b"{}")
+
+    tracemalloc.start()
+    training = parse_report(body).training
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+    assert (len(training.warnings), len(training.warnings[-1]), training.eval_losses) == (20, 1000, {})
+    assert held < 50_000
+
+
+def test_of_a_report_in_which_all_is_wrong_not_all_is_told() -> None:
+    """The list of a hundred thousand errors took half a second, in which the operator did nothing else."""
+    with pytest.raises(UnusableReport) as caught:
+        parse_report(b'{"training":{"warnings":[' + b",".join([b"0"] * 100_000) + b"]}}")
+
+    assert isinstance(caught.value.__cause__, ValidationError)
+    assert caught.value.__cause__.error_count() == 1
