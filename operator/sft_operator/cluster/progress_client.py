@@ -6,8 +6,10 @@ redirects are not followed.
 
 import asyncio
 import hashlib
+import ssl
 from collections import OrderedDict
 from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 from pydantic import ValidationError
@@ -18,17 +20,18 @@ from sft_api.v1alpha1 import CheckpointStatus
 
 from ..picture import untrusted
 from ..picture.observed import with_clean_ids
+from .requests import Requests, TooLongError
 
 MAX_BYTES = 256 * 1024
+_MOST_HEAD_BYTES = 16 * 1024
 _SHOWN_ERRORS, _SHOWN_CHARACTERS = 3, 500
 _WARNING_CHARACTERS = 1000
 """As a status shows them."""
-TIMEOUT = aiohttp.ClientTimeout(total=4, sock_connect=2)
+_SECONDS = 4.0
+_CONNECT_SECONDS = 2.0
 KEPT_PODS = 500
 """Connections that stay open: to the pods that were asked last. Where more are asked in turn, none would be used
 again."""
-_KEEP_SECONDS = 27.0
-"""A little more than the longest pause between two questions, less than the supervisor keeps one open."""
 
 
 class UnusableReport(Exception):
@@ -45,6 +48,8 @@ class _Heard:
 
     digest: bytes
     progress: Progress
+    requests: Requests
+    """The connection to it."""
 
 
 class ProgressClient:
@@ -56,14 +61,11 @@ class ProgressClient:
         self._limit = asyncio.Semaphore(concurrency)
         self._heard: OrderedDict[tuple[str, str], _Heard] = OrderedDict()
         """By URL and uid of the pod, ``KEPT_PODS`` at most: the longest unasked comes first."""
-        # Sessions of their own: the API server's token must never travel to a pod.
-        self._keeping = _session(aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS))
-        self._closing = _session(aiohttp.TCPConnector(limit=0, force_close=True))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._keeping.close()
-        await self._closing.close()
+        while self._heard:
+            self._heard.popitem()[1].requests.close()
 
     async def read(self, *, address: str, namespace: str, name: str, job_uid: str, pod_uid: str) -> Progress:
         """The report of the pod ``pod_uid`` of the SFTJob ``job_uid`` at the IP ``address``.
@@ -74,44 +76,63 @@ class ProgressClient:
         host = f"[{address}]" if ":" in address else address
         url = self._url.format(address=host, port=PROGRESS_PORT, namespace=namespace, name=name)
         before = self._heard.pop((url, pod_uid), None)
-        # Of many that are asked in turn none is among the last; whoever has said nothing of use is not kept either.
-        session = self._keeping if before else self._closing
-        async with self._limit:
-            try:
-                async with session.get(url, timeout=TIMEOUT, allow_redirects=False) as response:
-                    if response.status != 200:
-                        raise UnusableReport(f"{url} answered {response.status}")
-                    body = await _bounded(response)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
-        heard = _read(body, before)
-        progress = heard.progress
-        # Another pod may have its address by now: a connection that was kept says nothing of who answers.
-        if progress.job_uid != job_uid or progress.pod_uid not in ("", pod_uid):
-            raise UnusableReport(f"{url} answered for SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}")
-        self._heard[url, pod_uid] = heard
+        requests = before.requests if before else _requests(url)
+        try:
+            body = await self._asked(url, requests)
+            digest = hashlib.blake2b(body, digest_size=16).digest()
+            progress = before.progress if before and before.digest == digest else parse_report(body)
+            # Another pod may have its address by now: a connection that was kept says nothing of who answers.
+            if progress.job_uid != job_uid or progress.pod_uid not in ("", pod_uid):
+                who = f"SFTJob {progress.job_uid[:64]!r}, pod {progress.pod_uid[:64]!r}"
+                raise UnusableReport(f"{url} answered for {who}")
+        except BaseException:
+            requests.close()
+            raise
+        if before is None:
+            # Of many that are asked in turn none is among the last: a connection is kept from the second time on.
+            requests.close()
+        if (other := self._heard.pop((url, pod_uid), None)) is not None:
+            other.requests.close()
+        self._heard[url, pod_uid] = _Heard(digest, progress, requests)
         if len(self._heard) > KEPT_PODS:
-            self._heard.popitem(last=False)
+            self._heard.popitem(last=False)[1].requests.close()
         return progress
 
-
-def _session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
-
-
-def _read(body: bytes, before: _Heard | None) -> _Heard:
-    """The report in ``body``, parsed unless it is the very same as ``before``."""
-    digest = hashlib.blake2b(body, digest_size=16).digest()
-    return before if before and before.digest == digest else _Heard(digest, parse_report(body))
-
-
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    body = b""
-    async for chunk in response.content.iter_chunked(64 * 1024):
-        body += chunk
-        if len(body) > MAX_BYTES:
+    async def _asked(self, url: str, requests: Requests) -> bytes:
+        parts = urlsplit(url)
+        path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        async with self._limit:
+            try:
+                async with asyncio.timeout(_SECONDS):
+                    answer = await requests.send("GET", path, content_type="", accept="application/json", body=None)
+            except TooLongError as error:
+                raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes") from error
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status != 200:
+            raise UnusableReport(f"{url} answered {answer.status}")
+        if len(answer.body) > MAX_BYTES:
             raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes")
-    return body
+        return answer.body
+
+
+def _requests(url: str) -> Requests:
+    """Of one pod. The session for the API server must not be used: its token must never travel to a pod. Nor any of
+    aiohttp: it reads answers that only come before the answer for as long as there are any."""
+    parts = urlsplit(url)
+    return Requests(
+        urlunsplit((parts.scheme, parts.netloc, "", "", "")),
+        ssl.create_default_context() if parts.scheme == "https" else None,
+        _no_token,
+        timeout=_SECONDS,
+        connect_timeout=_CONNECT_SECONDS,
+        most=1,
+        longest=MAX_BYTES + _MOST_HEAD_BYTES,
+    )
+
+
+async def _no_token() -> None:
+    return None
 
 
 def parse_report(body: bytes) -> Progress:

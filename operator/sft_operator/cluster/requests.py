@@ -17,6 +17,12 @@ _IDLE_SECONDS = 60.0
 """For which a connection is kept; API servers close theirs after 90."""
 _REPEATABLE = ("GET", "PUT", "DELETE")
 """Methods that may be sent again when a connection that was kept turns out to be closed."""
+_MOST_INTERIM = 10
+"""Answers that only come before the answer (100 Continue)."""
+
+
+class TooLongError(aiohttp.ClientPayloadError):
+    """More than was to be read came, and was dropped."""
 
 
 class Answer(NamedTuple):
@@ -40,8 +46,10 @@ class Requests:
         timeout: float = 30.0,
         connect_timeout: float = 5.0,
         most: int = 100,
+        longest: int | None = None,
     ) -> None:
-        """``authorization`` gives the header of that name, None for none; ``most`` connections are open at once."""
+        """``authorization`` gives the header of that name, None for none; ``most`` connections are open at once. Of no
+        answer more than ``longest`` bytes are read, head and all."""
         parts = urlsplit(server)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -51,6 +59,7 @@ class Requests:
         self._authorization = authorization
         self._timeout = timeout
         self._connect_timeout = connect_timeout
+        self._longest = longest
         self._idle: list[_Connection] = []
         self._free = asyncio.Semaphore(most)
 
@@ -108,7 +117,7 @@ class Requests:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(loop), self._host, self._port, ssl=self._context
+                    lambda: _Connection(loop, self._longest), self._host, self._port, ssl=self._context
                 )
         except ssl.SSLCertVerificationError as error:
             raise aiohttp.ClientError(f"the certificate of {self._named} cannot be verified: {error}") from error
@@ -122,8 +131,11 @@ class Requests:
 class _Connection(asyncio.Protocol):
     """One connection; also what httptools tells of the answer that is being read."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, longest: int | None) -> None:
         self._loop = loop
+        self._longest = longest
+        self._read = self._interim = 0
+        """Bytes, and answers that come before the answer, since the request was sent."""
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._headers: dict[str, str] = {}
@@ -141,6 +153,7 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             raise aiohttp.ServerDisconnectedError
         self.reusable = False
+        self._read = self._interim = 0
         waiter = self._waiter = self._loop.create_future()
         self._transport.write(request)
         alarm = self._loop.call_later(timeout, self._fail, TimeoutError("no answer in time"))
@@ -168,10 +181,16 @@ class _Connection(asyncio.Protocol):
         if self._waiter is None:  # nothing was asked
             self.close()
             return
+        self._read += len(data)
+        if self._longest is not None and self._read > self._longest:
+            self._fail(TooLongError(f"the answer is larger than {self._longest} bytes"))
+            self.close()  # what else comes is not even read
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(aiohttp.ClientPayloadError(f"the answer is no HTTP: {error}"))
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.reusable = False
@@ -201,6 +220,9 @@ class _Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status < 200:  # what comes before the answer
             self._in_body = False
+            self._interim += 1
+            if self._interim > _MOST_INTERIM:
+                raise aiohttp.ClientPayloadError("it only says again and again that it comes")
             return
         self._in_body = False
         self.used = self._loop.time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -192,6 +193,33 @@ def test_an_endless_answer_is_cut() -> None:
 
     with pytest.raises(UnusableReport, match="larger than"):
         read_from(answer)
+
+
+def test_who_says_again_and_again_that_his_answer_comes_is_heard_once() -> None:
+    """One such pod had half of the operator's processor time, and sixteen held all else up for seconds."""
+    sent = 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        with contextlib.suppress(OSError):
+            while not writer.is_closing():
+                writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+                sent += 1
+                await writer.drain()
+        writer.close()
+
+    async def scenario() -> None:
+        server = await asyncio.start_server(endless, "127.0.0.1", 0)
+        client = ProgressClient(f"http://{{address}}:{server.sockets[0].getsockname()[1]}/", concurrency=1)
+        try:
+            await client.read(address="127.0.0.1", namespace="n", name="n", job_uid="u", pod_uid="p")
+        finally:
+            await client.close()
+            server.close()
+
+    with pytest.raises(UnusableReport, match="no HTTP"):
+        asyncio.run(scenario())
+    assert sent < 1000
 
 
 def test_nobody_there_is_an_answer_too() -> None:
