@@ -125,21 +125,22 @@ class Reading:
 
     def read(self, key: str, most: int) -> bytes:
         """What is written under ``key``, cut off after ``most`` bytes."""
-        self._check_time()
+        self.check_time()
         read = b""
         with self._client.get_object(Bucket=self._bucket, Key=f"{self._root}/{key}")["Body"] as body:
             while len(read) < most and (chunk := body.read(min(_CHUNK_BYTES, most - len(read)))):
                 read += chunk
-                self._check_time()
+                self.check_time()
         return read
 
     def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
         paginator = self._client.get_paginator("list_objects_v2")
-        self._check_time()
+        self.check_time()
         for page in paginator.paginate(Bucket=self._bucket, Prefix=f"{self._root}/{prefix}", **options):
             yield page
-            self._check_time()
+            self.check_time()
 
-    def _check_time(self) -> None:
+    def check_time(self) -> None:
+        """Raise ``StoreError`` when there is no more time."""
         if self._clock() > self._end:
             raise StoreError(f"it could not be read within {self._seconds:.0f} s")

@@ -298,6 +298,10 @@ class _Place:
 
     def _page(self, prefix: str, **options: str) -> list[str]:
         """Some keys of the folder ``prefix``; with a delimiter not those of folders in it."""
+        # There may be any number of keys that are nobody's here, between which nothing is removed.
+        if self._stop.is_set():
+            raise StoreError("it is no longer to be removed")
+        self._reading.check_time()
         answer = self._client.list_objects_v2(
             Bucket=self._bucket, Prefix=f"{self._root}{prefix}", MaxKeys=BATCH, **options
         )

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from sft_api.checkpoints import CheckpointId
+from sft_api.numbers import Numbers
 from sft_api.progress import TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus
 from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _manifest, _progress
 from sft_operator.cluster.store_reading import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, Reading, StoreError, StoreFile
+from sft_operator.cluster.store_removal import _Place
 from sft_operator.config import StoreSettings
+from sft_operator.decisions.result import RemovePlace
 from sft_operator.picture.observed import Stored
 
 
@@ -133,3 +136,40 @@ def test_nor_is_a_record() -> None:
 
     with pytest.raises(StoreError, match=r"run\.json has more than 20000 values"):
         reading.document("run.json")
+
+
+class Strangers:
+    """A store in which there is no end of files that are not the run's."""
+
+    def __init__(self) -> None:
+        self.pages = 0
+
+    def get_paginator(self, _: str) -> Strangers:
+        return self
+
+    def paginate(self, **_: Any) -> list[Any]:
+        return [{}]
+
+    def list_objects_v2(self, *, Prefix: str, **_: Any) -> dict[str, Any]:
+        if not Prefix.endswith("/tokenized/"):
+            return {}
+        self.pages += 1
+        return {"Contents": [{"Key": f"{Prefix}{self.pages:08d}-{number}.jsonl"} for number in range(1000)]}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_who_removes_a_place_does_not_look_for_ever_through_what_is_nobodys_there(stopped: bool) -> None:
+    """Two such places kept the operator from removing any other, and namespaces from going."""
+    strangers, stop = Strangers(), threading.Event()
+    wanted = RemovePlace("u", "s3://platform/team/run", "run", "team", Numbers({}), 0)
+
+    def clock() -> float:
+        if stopped and strangers.pages:
+            stop.set()
+        assert strangers.pages < 1000
+        return float(strangers.pages)
+
+    place = _Place(strangers, wanted, clock, lambda: datetime.now(UTC), stop)
+
+    with pytest.raises(StoreError, match="no longer" if stopped else "could not be read within 60 s"):
+        list(place._keys())
