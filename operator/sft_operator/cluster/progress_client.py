@@ -164,8 +164,9 @@ def as_a_status_shows(training: TrainingProgress) -> TrainingProgress:
         }
     )
     warnings = [warning[:_WARNING_CHARACTERS] for warning in training.warnings[-MOST_WARNINGS:]]
-    shown = {"checkpoints": clean, "warnings": warnings, "eval_losses": {}, "eval_accuracies": {}}
-    return training.model_copy(update=shown)
+    detail = training.phase_detail[:_WARNING_CHARACTERS]
+    shown = {"phase_detail": detail, "warnings": warnings, "eval_losses": {}, "eval_accuracies": {}}
+    return training.model_copy(update={"checkpoints": clean, **shown})
 
 
 def _checkpoint(status: CheckpointStatus | None) -> CheckpointStatus | None:

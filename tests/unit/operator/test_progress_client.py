@@ -289,7 +289,7 @@ def test_times_get_a_time_zone_and_checkpoints_without_a_time_are_dropped() -> N
 def test_of_a_report_no_more_is_kept_than_a_status_shows() -> None:
     """That of each job is: a hundred pods whose reports took megabytes each would end the operator."""
     many = {f"{number:x}": 1 for number in range(10_000)}
-    told = {"evalLosses": many, "evalAccuracies": many, "warnings": [*many, "a" * 5000]}
+    told = {"evalLosses": many, "evalAccuracies": many, "warnings": [*many, "a" * 5000], "phaseDetail": "a" * 9000}
     body = json.dumps({"training": told}, separators=(",", ":")).encode()
     assert len(body) < MAX_BYTES
     parse_report(b"{}")
@@ -300,6 +300,7 @@ def test_of_a_report_no_more_is_kept_than_a_status_shows() -> None:
     tracemalloc.stop()
 
     assert (len(training.warnings), len(training.warnings[-1]), training.eval_losses) == (20, 1000, {})
+    assert len(training.phase_detail) == 1000
     assert held < 50_000
 
 
