@@ -1,11 +1,22 @@
 """What commands print: results on stdout, everything said on the way on stderr, colour where somebody looks at it."""
 
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
 import click
+
+_CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def harmless(text: str, stream: TextIO) -> str:
+    """``text`` as it is written to ``stream``: what a terminal would obey and not show is shown, but for colours.
+
+    Rows, names and records of others are printed, and could have it write to the clipboard or over other lines.
+    """
+    return _CONTROLS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text) if stream.isatty() else text
 
 
 def coloured(stream: TextIO) -> bool:
@@ -15,6 +26,7 @@ def coloured(stream: TextIO) -> bool:
 
 def result(text: str, **style: Any) -> None:
     """A line of what the command was asked for; ``style`` as of ``click.style``."""
+    text = harmless(text, sys.stdout)
     try:
         click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
     except BrokenPipeError:
@@ -24,5 +36,6 @@ def result(text: str, **style: Any) -> None:
 
 def say(text: str, **style: Any) -> None:
     """A line of progress, a warning, an error; ``style`` as of ``click.style``."""
+    text = harmless(text, sys.stderr)
     with suppress(OSError):  # the terminal is gone: no reason to give up a run
         click.echo(click.style(text, **style) if style else text, err=True, color=coloured(sys.stderr))

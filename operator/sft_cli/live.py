@@ -19,7 +19,7 @@ from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
 from sft_api.times import timestamp
 
-from .console import say
+from .console import harmless, say
 from .ending import is_retried
 from .words import counted
 
@@ -146,6 +146,7 @@ class TerminalDisplay:
         self._progress = progress
 
     def say(self, message: str, **style: Any) -> None:
+        message = harmless(message, self._stream)
         with self._lock:
             self._write(f"{self._erased()}{click.style(message, **style)}\n{self._drawn()}")
 

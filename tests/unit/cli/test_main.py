@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from sft_api.v1alpha1.status import PlanStatus
-from sft_cli.console import coloured
+from sft_cli.console import coloured, harmless
 from sft_cli.main import cli
 
 from .jobs import manifest
@@ -220,6 +220,20 @@ def test_colour_only_where_it_is_wanted(
         monkeypatch.setenv(name, value)
 
     assert coloured(Stream()) is expected  # type: ignore[arg-type]
+
+
+def test_what_others_wrote_commands_no_terminal() -> None:
+    """A row of a data set could write to the clipboard, and over what was said before."""
+
+    class Stream:
+        def __init__(self, *, terminal: bool) -> None:
+            self.isatty = lambda: terminal
+
+    row = "a\x1b]52;c;cm0=\x07b\x1b[2J\rc\x9b1A\r\n\t\x1b[1;31mred\x1b[0m ü"
+    shown = "a\\x1b]52;c;cm0=\\x07b\\x1b[2J\\x0dc\\x9b1A\r\n\t\x1b[1;31mred\x1b[0m ü"
+
+    assert harmless(row, Stream(terminal=True)) == shown  # type: ignore[arg-type]
+    assert harmless(row, Stream(terminal=False)) == row  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("command", ["run", "data"])
