@@ -188,6 +188,25 @@ VALUES = [
         )
         for uri in ("s3://b/runs/one", "s3://b/runs/one/", "s3://b/runs", "s3://b/runs/one/model", "s3://b/")
     ),
+    *(
+        Bad(
+            f"checkpoints among the data: {title}",
+            "spec",
+            {
+                "data": "{train: [{uri: hf://org/rows}, {uri: pvc://c/rows/}], "
+                "eval: [{uri: s3://b/held-out, name: a}]}",
+                "checkpoint": f"{{uri: '{uri}'}}",
+                "export": "{atEnd: false}",
+            },
+            "checkpoint.uri must be neither the uri of data.train or data.eval nor below one: all that lies in a "
+            "folder of data is read, and the run's own records would be taken for rows",
+        )
+        for title, uri in (
+            ("the same", "pvc://c/rows"),
+            ("below", "pvc://c/rows/run"),
+            ("below the evaluation set", "s3://b/held-out/run"),
+        )
+    ),
     Bad(
         "model with a line break at the end",
         "spec.model.uri",

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .base import Rule
-from .uris import overlap, overlap_in_cel
+from .uris import overlap, overlap_in_cel, within, within_in_cel
 
 if TYPE_CHECKING:
     from .job import SFTJobSpec
@@ -57,6 +57,12 @@ def _spares(spec: "SFTJobSpec", *uris: str | None) -> bool:
     return export is None or not any(overlap(export, uri) for uri in uris if uri is not None)
 
 
+def _saves_among_data(spec: "SFTJobSpec") -> bool:
+    """Whether what the run writes lies in a folder that is read as data, records (.json, .jsonl) among it."""
+    checkpoints, data = spec.checkpoint.uri, (*spec.data.train, *spec.data.eval)
+    return checkpoints is not None and any(within(checkpoints, source.uri) for source in data)
+
+
 def _spares_checkpoints(spec: "SFTJobSpec") -> bool:
     checkpoints = spec.checkpoint.uri
     if checkpoints is None or spec.export.uri is None or not spec.export.at_end:
@@ -82,6 +88,13 @@ PLACE_RULES = (
         "export.uri (export/ in checkpoint.uri when absent) must be neither the uri of data.train or data.eval nor "
         "above or below one: the export would be written among the data",
         lambda spec: _spares(spec, *(source.uri for source in (*spec.data.train, *spec.data.eval))),
+    ),
+    Rule(
+        f"!has({_CHECKPOINTS}) || (self.data.train.all(source, !{within_in_cel(_CHECKPOINTS, 'source.uri')}) && "
+        f"(!has(self.data.eval) || self.data.eval.all(source, !{within_in_cel(_CHECKPOINTS, 'source.uri')})))",
+        "checkpoint.uri must be neither the uri of data.train or data.eval nor below one: all that lies in a folder of "
+        "data is read, and the run's own records would be taken for rows",
+        lambda spec: not _saves_among_data(spec),
     ),
     Rule(
         f"!self.export.atEnd || !has(self.export.uri) || !has({_CHECKPOINTS}) || "

@@ -159,3 +159,25 @@ def test_what_does_not_divide_or_suffice_is_said_in_numbers(
 
     lines = [line for error in caught.value.errors() for line in error["msg"].splitlines()]
     assert any(line.endswith(words) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "accepted"),
+    [
+        ("pvc://c/rows", False),
+        ("pvc://c/rows/run", False),
+        ("s3://b/held-out/runs/one", False),
+        ("pvc://c/rows-run", True),
+        ("pvc://c/run", True),
+    ],
+)
+def test_a_run_saves_nowhere_where_its_data_is_read(checkpoints: str, accepted: bool) -> None:
+    """All that lies in a folder of data is read: the record of the run itself made it a folder of several kinds."""
+    data = {"train": [{"uri": "pvc://c/rows/"}], "eval": [{"uri": "s3://b/held-out", "name": "a"}]}
+    spec = {**MINIMAL["spec"], "data": data, "checkpoint": {"uri": checkpoints}, "export": {"atEnd": False}}
+
+    if accepted:
+        assert SFTJob.from_manifest({**MINIMAL, "spec": spec}).spec.checkpoint.uri == checkpoints
+        return
+    with pytest.raises(ValidationError, match="must be neither the uri of data"):
+        SFTJob.from_manifest({**MINIMAL, "spec": spec})
