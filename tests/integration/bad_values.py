@@ -88,6 +88,8 @@ VALUES = [
             ("file://tmp", "did you mean file:///tmp?"),
             ("file://tmp/model", "did you mean file:///tmp/model?"),
             ("gpt2", ""),
+            ("hf://org/name@main/folder", ""),
+            ("hf://org/name@refs/pr/3/folder", ""),
         )
     ),
     Bad(

@@ -239,7 +239,7 @@ NEIGHBOURS = manifest(
     {
         "model": "{uri: s3://b/models/base/, tokenizerUri: s3://b/models/base-tokenizer}",
         "data": "{train: [{uri: s3://b/models/base.jsonl}, {uri: s3://b/.hidden/..rows}], "
-        "eval: [{uri: hf://org/name.v1, name: a}]}",
+        "eval: [{uri: hf://org/name.v1, name: a}, {uri: hf://org/name@refs/convert/parquet, name: b}]}",
         "compute": "{env: [{name: LD_PRELOAD, value: libjemalloc.so}, {name: HOME, value: /tmp}, "
         "{name: PYTHONHASHSEED, value: '0'}, {name: PATHS, value: a}], cacheSize: 1Mi, "
         "resources: {requests: {cpu: 10m, memory: 64Mi, hugepages-2Mi: 2Mi}, limits: {hugepages-2Mi: 2Mi}}}",

@@ -10,6 +10,8 @@ CLAIMS_FOLDER = "/mnt/pvc"
 """Where pods find the volumes of ``pvc://claim``: ``/mnt/pvc/claim``."""
 
 _HUB = "https://huggingface.co/"
+_REVISION = r"@([^/@]+|refs/(pr/[0-9]+|convert/[^/@]+))"
+"""A commit, a branch, a tag, or what the hub itself keeps below refs/: a pull request, a data set made into parquet."""
 _PATHS = (
     NearMiss(r"^file://[^/.~][^/]*(/[^/]+)*$", ("did you mean ", Edited(replace=(("file://", "file:///"),)), "?")),
     NearMiss(r"^/[^/]+(/[^/]+)*$", ("did you mean ", Edited(prefix="file://"), "?")),
@@ -45,7 +47,7 @@ ModelUri = Annotated[
     str,
     Field(max_length=1024),
     matches(
-        r"^(hf://[^/@]+/[^/@]+(@[^/@]+)?|s3://[^/]+/.+|pvc://[^/]+/.+|file:///.+)$",
+        rf"^(hf://[^/@]+/[^/@]+({_REVISION})?|s3://[^/]+/.+|pvc://[^/]+/.+|file:///.+)$",
         "must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
         *_PATHS,
         *_HUB_NAMES,

@@ -129,6 +129,8 @@ def open_hub(tmp_path: Path, uri: str = "hf://org/chat", **fields: Any) -> Sourc
         ({"subset": "other"}, [5]),
         ({"subset": "packed"}, [3, 4]),
         ({"uri": "hf://org/table", "split": "train[-1:]"}, [8]),
+        ({"uri": "hf://org/chat@refs/pr/3", "split": "train[:1]"}, [0]),
+        ({"uri": "hf://org/chat@refs/convert/parquet", "split": "train[:1]"}, [0]),
     ],
 )
 def test_splits_slices_and_subsets(hub: Hub, tmp_path: Path, fields: dict[str, Any], numbers: list[int]) -> None:
