@@ -106,6 +106,10 @@ _OTHER_NAMES = {
     "sequencelen": "data.maxLength",
     "cutofflen": "data.maxLength",
     "samplepacking": "data.packing",
+    "truncation": "data.overlong",
+    "maxsamples": "data.train[].split",
+    "valsetsize": "data.eval",
+    "maskhistory": "data.trainOn",
     "assistantonlyloss": "data.trainOn",
     "completiononlyloss": "data.trainOn",
     "trainoninputs": "data.trainOn",
@@ -129,6 +133,10 @@ _OTHER_NAMES = {
     "savesteps": "checkpoint.everySteps",
     "savetotallimit": "checkpoint.keep.last",
     "evalsteps": "training.evaluation.everySteps",
+    "earlystoppingpatience": "training.evaluation.earlyStopping.patience",
+    "loadbestmodelatend": "export.checkpoint: best",
+    "gradientclipping": "training.optimizer.maxGradNorm",
+    "everyminutes": "checkpoint.everySeconds",
     "outputdir": "checkpoint.uri",
     "resumefromcheckpoint": "checkpoint.resume.policy",
     "basemodel": "model.uri",
@@ -136,7 +144,12 @@ _OTHER_NAMES = {
     "dataset": "data.train",
     "datasets": "data.train",
     "gpus": "compute.gpusPerNode",
+    "numgpus": "compute.gpusPerNode",
     "replicas": "compute.nodes",
+    "cpu": "compute.resources.requests",
+    "memory": "compute.resources.requests",
+    "resourcespernode": "compute.resources",
+    "backofflimit": "runPolicy.maxRestarts",
     "adapter": "lora",
     "finetuningtype": "lora",
     "peft": "lora",
@@ -168,17 +181,20 @@ _OTHER_NAMES = {
 """What other tools call a field of ours, some with the value that is meant."""
 
 _NAMES_HERE = {
-    "path": "uri",
-    "name": "uri",
-    "nameorpath": "uri",
-    "dir": "uri",
-    "repo": "uri",
-    "dataset": "uri",
-    "type": "format",
-    "ropescaling": "rope_parameters",
-    "r": "rank",
+    "path": ("uri",),
+    # Of a data set the hub's library, and who takes it from there, calls its configuration so.
+    "name": ("uri", "subset"),
+    "config": ("subset",),
+    "configname": ("subset",),
+    "nameorpath": ("uri",),
+    "dir": ("uri",),
+    "repo": ("uri",),
+    "dataset": ("uri",),
+    "type": ("format",),
+    "ropescaling": ("rope_parameters",),
+    "r": ("rank",),
 }
-"""What is called so in many places: it means the field of the same object, where that has it, and none elsewhere."""
+"""What is called so in many places: it means fields of the same object, where that has them, and none elsewhere."""
 
 
 _OVERRIDES = frozenset({"configOverrides", "transformerConfigOverrides"})
@@ -193,8 +209,8 @@ def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
     *parents, last = location
     name = bare(str(last))
     beside = schema_at(root, tuple(parents)).get("properties", {})
-    if _NAMES_HERE.get(name) in beside:
-        return _did_you_mean(_NAMES_HERE[name])
+    if here := [field for field in _NAMES_HERE.get(name, ()) if field in beside]:
+        return _did_you_mean(*here)
     if name in _OTHER_NAMES:
         return _did_you_mean(f"spec.{_OTHER_NAMES[name]}")
     outermost = parents == ["spec"]

@@ -240,6 +240,19 @@ SENTENCES = {
     "model: {uri: hf://org/name, path: org/name}": "unknown field spec.model.path; did you mean uri?",
     "data: {train: [{uri: hf://org/rows, type: alpaca}]}": "unknown field spec.data.train[0].type; did you mean "
     "format?",
+    "data: {train: [{uri: hf://org/rows, name: en}]}": "unknown field spec.data.train[0].name; did you mean uri or "
+    "subset?",
+    "data: {train: [{uri: hf://org/rows, config: en}]}": "unknown field spec.data.train[0].config; did you mean "
+    "subset?",
+    "data: {train: [{uri: hf://org/rows}], truncation: true}": "unknown field spec.data.truncation; did you mean "
+    "spec.data.overlong?",
+    "data: {train: [{uri: hf://org/rows}], max_samples: 9}": "unknown field spec.data.max_samples; did you mean "
+    "spec.data.train[].split?",
+    "compute: {memory: 16Gi}": "unknown field spec.compute.memory; did you mean spec.compute.resources.requests?",
+    "compute: {resourcesPerNode: {}}": "unknown field spec.compute.resourcesPerNode; did you mean "
+    "spec.compute.resources?",
+    "checkpoint: {everyMinutes: 5}": "unknown field spec.checkpoint.everyMinutes; did you mean "
+    "spec.checkpoint.everySeconds?",
     "model: {uri: 5}": "spec.model.uri: must be a string, got 5; put it in quotes",
     "model: {uri: hf://org/name, parameters: 8030261248}": "spec.model.parameters: must be a string, got 8030261248; "
     "write 8.0303B",
