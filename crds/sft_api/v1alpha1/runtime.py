@@ -264,7 +264,9 @@ class ComputeSpec(ApiModel):
         default_factory=list, description="Environment variables of the training container."
     )
     shared_memory_size: Annotated[Quantity, VolumeSize] | None = Field(
-        default=None, description="Size of /dev/shm; 1Gi a process when absent."
+        default=None,
+        description="Size of /dev/shm; 1Gi a process when absent. At most half of the memory limit, against which it "
+        "counts: what is more is cut to that.",
     )
     cache_size: Annotated[Quantity, VolumeSize] = Field(
         default="50Gi", description="Size limit of the emptyDir that holds models, data and compiled kernels."

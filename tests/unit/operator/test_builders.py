@@ -10,6 +10,7 @@ import pytest
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import ObjectMeta
 from sft_api.v1alpha1.quantities import times
+from sft_api.v1alpha1.runtime import ComputeSpec
 from sft_operator.builders import (
     begun_map,
     build_config_map,
@@ -260,6 +261,10 @@ def test_shared_memory_is_one_gibibyte_a_process_and_at_most_half(fields: dict[s
     volumes = {volume["name"]: volume for volume in pod_spec(compute=compute(**fields))["volumes"]}
 
     assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == str(expected)
+
+
+def test_who_asks_for_more_shared_memory_is_told_what_it_is_cut_to() -> None:
+    assert "At most half of the memory limit" in str(ComputeSpec.model_fields["shared_memory_size"].description)
 
 
 def test_secrets_are_referred_to_and_never_copied() -> None:
