@@ -287,6 +287,8 @@ def _notes(asked: SFTJobSpec, processes: int) -> Iterator[str]:
         yield f"Taken from this shell: {', '.join(from_shell)}."
     if asked.suspend:
         yield "spec.suspend is true: it says nothing here, the run starts."
+    if asked.run_policy.active_deadline_seconds is not None:
+        yield "spec.runPolicy.activeDeadlineSeconds says nothing here: the run takes as long as it takes."
     if processes != asked.compute.processes:
         yield (
             f"{counted(processes, 'process')} instead of the manifest's {asked.compute.processes}: the steps stay "

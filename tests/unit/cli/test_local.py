@@ -295,6 +295,12 @@ def test_values_of_secrets_are_taken_from_the_shell_and_named() -> None:
     assert "t" not in run.config.model_dump_json().split('"')
 
 
+def test_a_deadline_that_nobody_keeps_here_is_said() -> None:
+    assert prepared(job(compute={"gpusPerNode": 0}, runPolicy={"activeDeadlineSeconds": 60})).notes == (
+        "spec.runPolicy.activeDeadlineSeconds says nothing here: the run takes as long as it takes.",
+    )
+
+
 def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "token").write_text("t")
