@@ -14,21 +14,22 @@ class EvaluatesWhenDue(Listener):
     def __init__(self, spec: SFTJobSpec) -> None:
         self._spec = spec
         self._total_steps = 0
+        self._begins = True
+        """Whether the step that comes is the first that this run makes."""
         self._evaluated_at: int | None = None
         """Step of the checkpoint that the run goes on from, if it is one that was evaluated."""
 
     def on_resume(self, event: Resumed, control: Control) -> None:
+        self._begins = event.begins
         if event.figures.eval_loss is not None:
             self._evaluated_at = event.checkpoint.step
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
-        if event.step == 0:
-            due = self._spec.training.evaluation.before_training
-        else:
-            # Who was asked to stop has left the evaluation of the step that it saved.
-            due = Request.EVALUATE in planned(self._spec, event.step) and event.step < self._total_steps
-        if due and event.step != self._evaluated_at:
+        # Who was asked to stop has left the evaluation of the step that it saved.
+        planned_here = 0 < event.step < self._total_steps and Request.EVALUATE in planned(self._spec, event.step)
+        left = planned_here and event.step != self._evaluated_at
+        if left or (self._begins and self._spec.training.evaluation.before_training):
             control.ask(Request.EVALUATE)
 
     def on_ask(self, event: Asking, control: Control) -> None:

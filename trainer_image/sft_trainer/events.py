@@ -104,6 +104,8 @@ class Resumed:
     """All that this process knows of."""
     warnings: Sequence[str]
     """What is not as it was when that checkpoint was made."""
+    begins: bool = False
+    """Whether the run begins with it: it is one of another run."""
 
 
 @dataclass(frozen=True)

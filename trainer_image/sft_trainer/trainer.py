@@ -361,19 +361,19 @@ class Trainer:
         boxes = self._boxes() if origin.goes_on else self.strategy.boxes("trained")
         manifest = origin.read(self.saving, boxes, self._check_base, self.prepared.total_steps)
         if origin.goes_on:
-            self._go_on_after(manifest, Figures.recorded(manifest).as_another_run(), [])
+            self._go_on_after(manifest, Figures.recorded(manifest).as_another_run(), [], begins=True)
         elif warning := origin.warning(manifest.run):
             self.reporter.warn(warning)
         return True
 
-    def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str]) -> None:
+    def _go_on_after(self, manifest: Manifest, figures: Figures, warnings: list[str], *, begins: bool = False) -> None:
         self.strategy.updates = manifest.run.updates
         facts = self._facts()
         if evaluates_on_other_data(manifest.run, facts):
             figures = figures.evaluated_on_other_data()
         self.step, self.figures = manifest.step, figures
         warnings += resume_warnings(manifest, facts, self.spec.model.uri)
-        self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings))
+        self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings, begins))
 
     def _check_base(self, run: RunState) -> None:
         if not self._saves_all:

@@ -406,6 +406,22 @@ def test_an_evaluation_that_was_left_is_made_up_for(
     assert story.control.asks(Request.EVALUATE) is asks
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "goes on"])
+def test_what_begins_with_a_checkpoint_of_another_run_is_evaluated_before_its_first_step(
+    tmp_path: Path, begins: bool, before: bool
+) -> None:
+    # Given a checkpoint of step 4 that was evaluated, of another run or of this one
+    story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"beforeTraining": before}})
+    due = EvaluatesWhenDue(story.spec)
+    resumed = Resumed(CheckpointId(1, 4), Figures(4, eval_loss=1.5), CheckpointsStatus(), [], begins)
+
+    due.on_resume(resumed, story.control)
+    due.on_start(Started(4, 6), story.control)
+
+    assert story.control.asks(Request.EVALUATE) is (begins and before)
+
+
 def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
