@@ -131,6 +131,15 @@ VALUES = [
         {"model": "{uri: file:///mnt/pvc}"},
         "must name the claim: pvc://claim/path is what pods find in /mnt/pvc/claim/path",
     ),
+    *(
+        Bad(
+            f"claim with a name that none has: {claim}",
+            "spec.checkpoint.uri",
+            {"checkpoint": f"{{uri: 'pvc://{claim}/runs'}}"},
+            "must name the claim in lower-case letters, digits, - and .: Kubernetes has no others",
+        )
+        for claim in ("my_claim", "Models", "a:b", "[a", "a-")
+    ),
     Bad(
         "claim by the path in the pod",
         "spec.model.uri",

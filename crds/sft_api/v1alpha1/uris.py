@@ -37,6 +37,12 @@ _ONE_NAME = Rule(
     "must have no empty part and no part . or .. between its slashes: one place has one name",
     lambda uri: matches(_NOT_ONE_NAME, "").check(uri) is False,
 )
+_NAMED_CLAIM = "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
+_CLAIM_NAME = Rule(
+    f"!self.startsWith('pvc://') || self.matches('{_NAMED_CLAIM}')",
+    "must name the claim in lower-case letters, digits, - and .: Kubernetes has no others",
+    lambda uri: not uri.startswith("pvc://") or matches(_NAMED_CLAIM, "").check(uri),
+)
 _NO_CLAIMS_BY_PATH = Rule(
     f"!(self + '/').startsWith('file://{CLAIMS_FOLDER}/')",
     f"must name the claim: pvc://claim/path is what pods find in {CLAIMS_FOLDER}/claim/path",
@@ -53,6 +59,7 @@ ModelUri = Annotated[
         *_HUB_NAMES,
     ),
     _ONE_NAME,
+    _CLAIM_NAME,
     _NO_CLAIMS_BY_PATH,
 ]
 DataUri = ModelUri
@@ -65,6 +72,7 @@ StorageUri = Annotated[
         *_PATHS,
     ),
     _ONE_NAME,
+    _CLAIM_NAME,
     _NO_CLAIMS_BY_PATH,
 ]
 

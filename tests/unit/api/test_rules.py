@@ -181,3 +181,18 @@ def test_a_run_saves_nowhere_where_its_data_is_read(checkpoints: str, accepted: 
         return
     with pytest.raises(ValidationError, match="must be neither the uri of data"):
         SFTJob.from_manifest({**MINIMAL, "spec": spec})
+
+
+@pytest.mark.parametrize("claim", ["my_claim", "Models", "a:b", "[a", "a-", "-a", "a b"])
+def test_a_claim_that_cannot_be_is_not_waited_for(claim: str) -> None:
+    spec = {**MINIMAL["spec"], "model": {"uri": f"pvc://{claim}/model"}}
+
+    with pytest.raises(ValidationError, match="must name the claim in lower-case letters"):
+        SFTJob.from_manifest({**MINIMAL, "spec": spec})
+
+
+@pytest.mark.parametrize("uri", ["pvc://a/model", "pvc://team-a.models-2/b/C_d", "s3://Bucket_1/a", "hf://A_b/C"])
+def test_names_of_other_places_are_their_own_matter(uri: str) -> None:
+    spec = {**MINIMAL["spec"], "model": {"uri": uri}}
+
+    assert SFTJob.from_manifest({**MINIMAL, "spec": spec}).spec.model.uri == uri
