@@ -5,8 +5,10 @@ The API server names the type and no more: what it may say itself stands with th
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from sft_api.openapi import Schema
 from .kubernetes_yaml import plain_scalar
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_DURATION = re.compile(r"((\d+)([smhd]))+", re.ASCII)
+_PART_OF_DURATION = r"(\d+(?:[.]\d+)?)([smhd])"
+_DURATION = re.compile(rf"({_PART_OF_DURATION})+", re.ASCII)
 
 
 def remedy(error: ErrorDetails, root: Schema) -> str:
@@ -29,7 +32,7 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
         return f"; write {_parameters(value)}" if location[-1] == "parameters" else "; put it in quotes"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        if kind == "int_type" and str(location[-1]).endswith("Seconds") and _DURATION.fullmatch(value):
+        if kind == "int_type" and "Seconds" in str(location[-1]) and _DURATION.fullmatch(value):
             return f"; write {seconds(value)}"
         return "" if isinstance(plain_scalar(value), str) else "; leave the quotes out"
     if kind == "literal_error" and isinstance(value, str | int):
@@ -45,8 +48,9 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
 
 
 def seconds(duration: str) -> int:
-    """The seconds in ``10m`` or ``1h30m``."""
-    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([smhd])", duration))
+    """The seconds in ``10m``, ``1h30m`` or ``1.5h``; a part of one counts as one."""
+    parts = re.findall(_PART_OF_DURATION, duration, re.ASCII)
+    return math.ceil(sum(Fraction(number) * _SECONDS[unit] for number, unit in parts))
 
 
 def absolute_path(value: Any) -> str:

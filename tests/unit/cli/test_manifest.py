@@ -193,6 +193,10 @@ SENTENCES = {
     '"10m"; write 600',
     "checkpoint: {everySeconds: 1h30m}": 'spec.checkpoint.everySeconds: must be a whole number, got "1h30m"; write '
     "5400",
+    "runPolicy: {activeDeadlineSeconds: 1.5h}": "spec.runPolicy.activeDeadlineSeconds: must be a whole number, got "
+    '"1.5h"; write 5400',
+    "runPolicy: {ttlSecondsAfterFinished: 1d}": "spec.runPolicy.ttlSecondsAfterFinished: must be a whole number, got "
+    '"1d"; write 86400',
     "training: {steps: 10m}": 'spec.training.steps: must be a whole number, got "10m"',
     "compute: {cacheSize: 16g}": f'spec.compute.cacheSize: {_QUANTITY}, got "16g"; did you mean 16G?',
     "compute: {cacheSize: 16gb}": f'spec.compute.cacheSize: {_QUANTITY}, got "16gb"; did you mean 16Gi?',
