@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_api.v1alpha1.places import STEP_EXPORTS
 from sft_trainer.checkpoint.store import (
     S3Settings,
     Store,
@@ -48,8 +49,9 @@ OnProgress = Callable[[int], None]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-# The same weights under other names, as large again (gpt-oss, Llama).
-_OTHERWISE = "original/*.safetensors"
+# The same weights under other names (gpt-oss, Llama), and models that a run exported on its way to this one: each is as
+# large again.
+_OTHERWISE = ("original/*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -136,8 +138,12 @@ def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[Stor
     if kind == "dataset":
         return files
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
-    own = [entry for entry in files if not fnmatch.fnmatch(entry.key.removeprefix(f"{name}/"), _OTHERWISE)]
-    return [entry for entry in own if any(fnmatch.fnmatch(entry.key, pattern) for pattern in patterns)]
+    own = [entry for entry in files if not _matches(entry.key.removeprefix(f"{name}/"), _OTHERWISE)]
+    return [entry for entry in own if _matches(entry.key, patterns)]
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(key, pattern) for pattern in patterns)
 
 
 def _identity(uri: str, s3: S3Settings, objects: Sequence[StoredObject]) -> str:
@@ -288,7 +294,7 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
                 repo_type=_repository_type(kind),
                 revision=commit,
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
-                ignore_patterns=None if kind == "dataset" else _OTHERWISE,
+                ignore_patterns=None if kind == "dataset" else list(_OTHERWISE),
                 token=token,
                 endpoint=os.environ.get("HF_ENDPOINT") or None,
                 tqdm_class=progress_bar(on_progress),

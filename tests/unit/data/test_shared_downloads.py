@@ -46,3 +46,18 @@ def test_a_download_of_another_process_is_followed(tmp_path: Path, monkeypatch: 
     # Then it is its turn
     waiting.join(PATIENCE_SECONDS)
     assert (target / "model" / "config.json").read_bytes() == b"{}"
+
+
+def test_of_an_export_the_models_on_the_way_to_it_are_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given the place of an export with export.everySteps, which another run begins from
+    store = LocalStore(tmp_path / "bucket")
+    own = {"config.json", "model.safetensors", "step-by-step.json"}
+    for name in own | {"step-00001000/config.json", "step-00001000/model.safetensors"}:
+        store.put(f"export/{name}", b"{}")
+    monkeypatch.setattr("sft_trainer.checkpoint.s3.S3Store", lambda *_: store)
+
+    path = localise("s3://bucket/export", tmp_path / "cache", kind="model")
+
+    assert {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} == own
