@@ -79,7 +79,7 @@ def job_patch(terms: Terms, child: ChildJob, queueing: Queueing | None) -> Manif
         followed = {FOLLOWED_LABELS_ANNOTATION: followed_labels(terms.kueue_labels)}
         if not _leaves_queue(terms, child):
             return {"metadata": {"labels": labels, "annotations": followed}}
-        if queueing is None or (queueing.workload and queueing.workload.active):
+        if queueing is None or not _may_leave(queueing):
             return {}
         # From now on it is nobody's to resume but ours.
         return {"metadata": {"labels": labels, "annotations": {**followed, **_MARKED["annotations"]}}}
@@ -99,6 +99,20 @@ def _stops_itself(child: ChildJob, queueing: Queueing | None) -> bool:
     # Once, and not where Kueue starts it again: the mark tells that it was tried.
     unmanaged = child.queue is None and queueing.workload is None
     return not child.suspended_by_us and (unmanaged or _late(queueing))
+
+
+def _may_leave(queueing: Queueing) -> bool:
+    """Whether the Job may lose its queue without leaving its quota behind: Kueue takes back none of what a Job holds
+    that names no queue. Pods that save still hold it, also of a Workload that was stopped."""
+    workload = queueing.workload
+    if queueing.problem:
+        return _late(queueing)
+    return workload is None or not (workload.active or _holds_quota(workload))
+
+
+def _holds_quota(workload: Workload) -> bool:
+    reserved = workload.conditions.get("QuotaReserved")
+    return reserved is not None and reserved.status
 
 
 def _late(queueing: Queueing) -> bool:
@@ -184,6 +198,8 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
         why = evicted.message if evicted and evicted.status and evicted.message else "its spec.active is false"
         words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
         return Problem("Deactivated", words, True)
+    if evicted and evicted.status and _holds_quota(workload):
+        return Problem("WaitingForQueue", f"{waiting}: Kueue is taking its last place back", False)
     if admitted and admitted.status:
         return Problem("WaitingForQueue", "admitted; Kueue starts the Job", False)
     if reserved and reserved.status:

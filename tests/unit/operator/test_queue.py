@@ -193,6 +193,40 @@ def test_a_job_leaves_its_queue_after_its_workload_was_stopped() -> None:
     assert job_patch(terms, make_child(suspend=True, marked=True), None) == RESUME
 
 
+@pytest.mark.parametrize(
+    ("queueing", "leaves"),
+    [
+        # Its pods save still, or checks were awaited: Kueue takes the quota back of Jobs alone that name a queue.
+        (
+            make_queueing(
+                workload=workload_manifest(
+                    active=False,
+                    marked=True,
+                    conditions={"QuotaReserved": (True, "QuotaReserved", ""), "Evicted": (True, "Preempted", "dear")},
+                )
+            ),
+            False,
+        ),
+        (
+            make_queueing(
+                workload=workload_manifest(
+                    active=False, marked=True, conditions={"QuotaReserved": (False, "Pending", "deactivated")}
+                )
+            ),
+            True,
+        ),
+        # Its webhook restarts: the Workload could not be stopped.
+        (SILENT, False),
+        (SILENT_FOR_LONG, True),
+        (make_queueing(served=False), True),
+    ],
+)
+def test_a_job_that_leaves_its_queue_leaves_no_quota_behind(queueing: Queueing, leaves: bool) -> None:
+    patch = job_patch(make_terms(), make_child(suspend=True, **QUEUED), queueing)
+
+    assert ("labels" in patch.get("metadata", {})) is leaves
+
+
 def test_labels_of_a_running_job_stay() -> None:
     """Kueue's webhook refuses to change them."""
     terms = make_terms(labels={QUEUE: "cpus", PRIORITY: "high"})
@@ -241,6 +275,19 @@ def _reserved(reason: str, message: str) -> Object:
             ),
             "WaitingForQueue",
             "Kueue starts the Job",
+            False,
+        ),
+        # Not admitted anew: its pods have only just ended.
+        (
+            workload_manifest(
+                conditions={
+                    "QuotaReserved": (True, "", ""),
+                    "Admitted": (True, "Admitted", ""),
+                    "Evicted": (True, "Preempted", "Preempted to accommodate job dear"),
+                },
+            ),
+            "WaitingForQueue",
+            "Kueue is taking its last place back",
             False,
         ),
         (
