@@ -76,7 +76,7 @@ def job_patch(terms: Terms, child: ChildJob, queueing: Queueing | None) -> Manif
     if not child.suspended:
         return {"metadata": _UNMARKED} if child.suspended_by_us else {}
     if labels := _changed_labels(terms, child):
-        followed = {FOLLOWED_LABELS_ANNOTATION: followed_labels(terms.kueue_labels)}
+        followed = {FOLLOWED_LABELS_ANNOTATION: followed_labels({**_kept_labels(terms, child), **terms.kueue_labels})}
         if not _leaves_queue(terms, child):
             return {"metadata": {"labels": labels, "annotations": followed}}
         if queueing is None or not _may_leave(queueing):
@@ -122,7 +122,18 @@ def _late(queueing: Queueing) -> bool:
 def _changed_labels(terms: Terms, child: ChildJob) -> dict[str, str | None]:
     """What changed on the SFTJob: what others have set on the Job is theirs, as the queue of a namespace."""
     wanted = {name: terms.kueue_labels.get(name) for name in KUEUE_LABELS}
-    return {name: value for name, value in wanted.items() if value != child.followed_labels.get(name)}
+    kept = _kept_labels(terms, child)
+    changed = {name: value for name, value in wanted.items() if value != child.followed_labels.get(name)}
+    return {name: value for name, value in changed.items() if name not in kept}
+
+
+def _kept_labels(terms: Terms, child: ChildJob) -> dict[str, str]:
+    """What stays on the Job although the SFTJob has it no more: Kueue's webhook lets nobody take a priority class away,
+    also from a Job that leaves its queue, and refuses what else is changed with it."""
+    followed = child.followed_labels.get(PRIORITY_CLASS_LABEL)
+    if followed is None or PRIORITY_CLASS_LABEL in terms.kueue_labels:
+        return {}
+    return {PRIORITY_CLASS_LABEL: followed}
 
 
 def not_stopped(observed: Observed) -> Problem | None:

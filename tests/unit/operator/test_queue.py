@@ -145,7 +145,13 @@ FOLLOWED = "sftjob.dev/queue-labels"
             {PRIORITY: "high"},
             f'{{"{PRIORITY}":"high","{QUEUE}":"gpus"}}',
         ),
-        ({QUEUE: "gpus"}, {**QUEUED, "labels": {PRIORITY: "high"}}, {PRIORITY: None}, f'{{"{QUEUE}":"gpus"}}'),
+        # Kueue lets nobody take a priority class away: with it the other change would be refused.
+        (
+            {QUEUE: "cpus"},
+            {**QUEUED, "labels": {PRIORITY: "high"}},
+            {QUEUE: "cpus"},
+            f'{{"{PRIORITY}":"high","{QUEUE}":"cpus"}}',
+        ),
         # It enters one: it is Kueue's.
         ({QUEUE: "gpus"}, {"marked": True}, {QUEUE: "gpus"}, f'{{"{QUEUE}":"gpus"}}'),
     ],
@@ -225,6 +231,18 @@ def test_a_job_that_leaves_its_queue_leaves_no_quota_behind(queueing: Queueing, 
     patch = job_patch(make_terms(), make_child(suspend=True, **QUEUED), queueing)
 
     assert ("labels" in patch.get("metadata", {})) is leaves
+
+
+def test_a_priority_class_that_is_taken_away_stays_with_the_job_and_holds_up_nothing() -> None:
+    """Kueue's webhook refuses that of any Job, also of one without a queue."""
+    labelled = {"labels": {PRIORITY: "high"}}
+    queued, alone = make_child(suspend=True, **QUEUED, **labelled), make_child(suspend=True, marked=True, **labelled)
+
+    assert job_patch(make_terms(labels=QUEUE_LABELS), queued, NONE) == {}
+    assert job_patch(make_terms(), queued, STOPPED)["metadata"]["labels"] == {QUEUE: None}
+    assert job_patch(make_terms(), alone, None) == RESUME
+    changed = job_patch(make_terms(labels={PRIORITY: "low"}), alone, None)
+    assert changed["metadata"]["labels"] == {PRIORITY: "low"}
 
 
 def test_labels_of_a_running_job_stay() -> None:
