@@ -183,7 +183,7 @@ class Asking:
 
     async def _ask_kueue(self, key: Key, question: AskKueue) -> Answer:
         try:
-            queueing = await self._kueue.ask(key.namespace, question.job_uid, stop=question.stop)
+            queueing = await self._kueue.ask(key.namespace, question.job_uid, stop=question.stop, queue=question.queue)
         except (ApiError, aiohttp.ClientError) as error:
             # Nobody can be asked anything: what was known holds.
             logger.warning("%s: Kueue cannot be asked: %s", key, error)

@@ -31,8 +31,8 @@ class Kueue:
     cluster: Cluster
     now: Callable[[], datetime]
 
-    async def ask(self, namespace: str, job_uid: str, *, stop: bool) -> Queueing:
-        """What Kueue says of the Job, after it was told the user's wish.
+    async def ask(self, namespace: str, job_uid: str, *, stop: bool, queue: str | None) -> Queueing:
+        """What Kueue says of the Job, which is in ``queue``, after it was told the user's wish.
 
         Raises ``aiohttp.ClientError`` when the API server itself is away, ``ApiError`` when it lets nobody in.
         """
@@ -44,7 +44,7 @@ class Kueue:
                     break
             else:
                 return self._answer(served=False)
-            told = [await self._tell(namespace, workload, stop=stop) for workload in workloads]
+            told = [await self._tell(namespace, workload, stop=stop, queue=queue) for workload in workloads]
         except ApiError as error:
             if error.code == 401:
                 raise
@@ -76,8 +76,8 @@ class Kueue:
             if owner_uid(item, "Job") == job_uid and deletion_time(part(item, "metadata")) is None
         ]
 
-    async def _tell(self, namespace: str, workload: Workload, *, stop: bool) -> Workload:
-        patch = workload_patch(workload, stop=stop)
+    async def _tell(self, namespace: str, workload: Workload, *, stop: bool, queue: str | None) -> Workload:
+        patch = workload_patch(workload, stop=stop, queue=queue)
         if patch is None:
             return workload
         kind = f"Workload/{workload.version}"

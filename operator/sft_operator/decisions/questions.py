@@ -124,7 +124,7 @@ def ask_kueue(memory: Memory, terms: Terms, observed: Observed, previous: SFTJob
     memory = changed(memory, kueue=pace)
     if pace.asked is None:
         return Asked(memory, wait=pace.next - clock)
-    question = AskKueue(memory.uid, subject, child.uid, stop)
+    question = AskKueue(memory.uid, subject, child.uid, stop, child.queue)
     waited = clock - pace.asked
     if waited < _AT_ONCE_SECONDS:
         return Asked(memory, question, _AT_ONCE_SECONDS - waited, holds_changes=True)

@@ -58,13 +58,23 @@ def _leaves_queue(terms: Terms, child: ChildJob) -> bool:
     return child.suspended and bool(named) and not terms.kueue_labels.get(QUEUE_LABEL)
 
 
-def workload_patch(workload: Workload, *, stop: bool) -> Manifest | None:
-    """What makes the user's wish true for a Workload; what an administrator or Kueue made inactive stays so."""
+def workload_patch(workload: Workload, *, stop: bool, queue: str | None) -> Manifest | None:
+    """What makes the user's wish true for a Workload of a Job in ``queue``; what an administrator or Kueue made
+    inactive stays so."""
+    if _is_left(workload, queue):
+        stop = True
     if stop and workload.active:
         return {"metadata": _MARKED, "spec": {"active": False}}
     if not stop and workload.stopped_by_us:
         return {"metadata": _UNMARKED, "spec": {"active": True}}
     return None
+
+
+def _is_left(workload: Workload | None, queue: str | None) -> bool:
+    """Whether the Job, which is in ``queue`` now, has left the queue of its Workload: Kueue looks at such a Job no
+    more, so the Workload would hold a place for nothing, and stops nothing. (Where Kueue manages Jobs that name no
+    queue, their Workloads have none.)"""
+    return queue is None and workload is not None and bool(workload.queue)
 
 
 def job_patch(terms: Terms, child: ChildJob, queueing: Queueing | None) -> Manifest:
@@ -94,7 +104,7 @@ def _stops_itself(child: ChildJob, queueing: Queueing | None) -> bool:
     """Whether the Job has to be suspended directly, since its Workload does not do it."""
     if queueing is None:
         return child.queue is None
-    if queueing.workload is None and not queueing.problem:
+    if (queueing.workload is None and not queueing.problem) or _is_left(queueing.workload, child.queue):
         return True
     # Once, and not where Kueue starts it again: the mark tells that it was tried.
     unmanaged = child.queue is None and queueing.workload is None
@@ -145,7 +155,7 @@ def not_stopped(observed: Observed) -> Problem | None:
     if queueing.problem:
         words = f"Kueue could not be told to stop it, so training goes on: {queueing.problem}"
         return Problem("QueueUnavailable", words, stalled)
-    if queueing.workload and stalled:
+    if queueing.workload and stalled and not _is_left(queueing.workload, child.queue):
         words = f"Workload {queueing.workload.name} is inactive, but Kueue lets the Job run: is its controller running?"
         return Problem("QueueUnavailable", words, stalled)
     return None
@@ -157,8 +167,11 @@ def held_back(previous: SFTJobStatus, observed: Observed) -> Problem:
     assert child is not None  # noqa: S101 -- the caller looked
     if child.suspended_by_us and not child.queue:
         return Problem("JobSuspended", "the Job is being resumed", False)
-    if child.queue is None and (queueing is None or queueing.workload is None):
+    left = queueing is not None and _is_left(queueing.workload, child.queue)
+    if child.queue is None and (queueing is None or queueing.workload is None or left):
         words = f"not this operator has suspended the Job: it goes on when who did resumes it (Job {child.name})"
+        if left:
+            words = f"{words}; Kueue does so only if it names a queue in the label {QUEUE_LABEL}"
         return Problem("JobSuspended", words, False)
     if queueing is None:
         return Problem("WaitingForQueue", f"waiting for admission by queue {child.queue}", False)
@@ -228,6 +241,8 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
 def preempted_words(observed: Observed) -> str:
     """Why a Job that the user wants to run was suspended: Kueue takes its place back, or somebody has done it."""
     workload = observed.queueing.workload if observed.queueing else None
+    if observed.job and _is_left(workload, observed.job.queue):
+        workload = None
     if workload is None and observed.job and observed.job.queue is None and not observed.job.suspended_by_us:
         return f"not this operator has suspended the Job {observed.job.name}; the pods save their state"
     evicted = workload.conditions.get("Evicted") if workload else None

@@ -143,6 +143,8 @@ class AskKueue:
     """See ``KueuePace``."""
     job_uid: str
     stop: bool
+    queue: str | None = None
+    """That the Job names."""
 
 
 @dataclass(frozen=True)

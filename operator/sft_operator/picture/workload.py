@@ -19,6 +19,8 @@ class Workload:
     name: str
     version: str
     """Version of Kueue's API in which it was read."""
+    queue: str = ""
+    """Name of its queue; empty when its Job named none as Kueue looked at it last."""
     active: bool = True
     """Whether it may compete for a place, and keep one."""
     stopped_by_us: bool = False
@@ -35,6 +37,7 @@ class Workload:
         return cls(
             name=text(metadata.get("name")),
             version=version,
+            queue=text(part(manifest, "spec").get("queueName")),
             active=part(manifest, "spec").get("active") is not False,
             stopped_by_us=SUSPENDED_ANNOTATION in part(metadata, "annotations"),
             conditions=conditions_of(manifest, _CONDITIONS),

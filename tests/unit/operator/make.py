@@ -135,6 +135,7 @@ def workload_manifest(
     conditions: dict[str, tuple[bool, str, str]] | None = None,
     owner: str = JOB_UID,
     created: float = 0,
+    queue: str | None = None,
     **status: Any,
 ) -> Object:
     """A Workload of Kueue; ``conditions`` maps types to whether they hold, reason and message."""
@@ -147,7 +148,7 @@ def workload_manifest(
             "annotations": {"sftjob.dev/suspended": "true"} if marked else {},
             "ownerReferences": [_owner("batch/v1", "Job", owner)],
         },
-        "spec": {} if active is None else {"active": active},
+        "spec": {**({} if active is None else {"active": active}), **({"queueName": queue} if queue else {})},
         "status": {
             "conditions": [
                 {"type": kind, "status": str(holds), "reason": reason, "message": message}

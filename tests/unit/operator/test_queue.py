@@ -61,7 +61,8 @@ def workload(**fields: Any) -> Workload:
 def test_a_workload_is_stopped_and_let_go_on_by_who_stopped_it(
     fields: dict[str, Any], stop: bool, patch: Object | None
 ) -> None:
-    assert workload_patch(workload(**fields), stop=stop) == patch
+    assert workload_patch(workload(**fields), stop=stop, queue="gpus") == patch
+    assert workload_patch(workload(**fields), stop=stop, queue=None) == patch, "where Kueue manages all Jobs"
 
 
 QUEUED = {"queue": "gpus"}
@@ -231,6 +232,26 @@ def test_a_job_that_leaves_its_queue_leaves_no_quota_behind(queueing: Queueing, 
     patch = job_patch(make_terms(), make_child(suspend=True, **QUEUED), queueing)
 
     assert ("labels" in patch.get("metadata", {})) is leaves
+
+
+LEFT = workload_manifest(active=False, marked=True, queue="gpus")
+
+
+def test_a_workload_whose_queue_the_job_has_left_stops_nothing_and_gets_no_place() -> None:
+    """Kueue looks at no Job that names no queue: what it would keep for this Workload it would keep for nothing."""
+    queueing, child = make_queueing(workload=LEFT, seen_for=31), make_child()
+
+    assert job_patch(make_terms(suspend=True), child, make_queueing(workload=LEFT)) == STOP
+    assert not_stopped(running(job=child, queueing=queueing)) is None
+    assert workload_patch(Workload.from_manifest(LEFT, "v1beta2"), stop=False, queue=None) is None
+    assert workload_patch(workload(active=True, queue="gpus"), stop=False, queue=None) is not None
+    # It has come back to a queue.
+    assert workload_patch(Workload.from_manifest(LEFT, "v1beta2"), stop=False, queue="gpus") is not None
+
+    reason, message, stalled = _words(child={"suspend": True}, workload=LEFT)
+    assert (reason, stalled) == ("JobSuspended", False)
+    assert message.startswith("not this operator has suspended the Job")
+    assert preempted_words(running(job=make_child(suspend=True), queueing=queueing)).startswith("not this operator has")
 
 
 def test_a_priority_class_that_is_taken_away_stays_with_the_job_and_holds_up_nothing() -> None:
