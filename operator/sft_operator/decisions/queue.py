@@ -218,6 +218,12 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
     """In the Workload's own words."""
     conditions = workload.conditions
     evicted, reserved, admitted = (conditions.get(kind) for kind in ("Evicted", "QuotaReserved", "Admitted"))
+    finished = conditions.get("Finished")
+    if finished and finished.status:
+        # As where what it gives the pods cannot be put into their template: it starts that Job never more.
+        why = finished.message or finished.reason
+        words = f"Kueue is done with the Job, which has not ended: {why}; mend that and delete the Job: it is made anew"
+        return Problem("QueueUnavailable", words, True)
     if not workload.active and not workload.stopped_by_us:
         why = evicted.message if evicted and evicted.status and evicted.message else "its spec.active is false"
         words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"

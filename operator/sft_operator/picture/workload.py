@@ -9,7 +9,7 @@ from ..names import SUSPENDED_ANNOTATION
 from .conditions import Condition, conditions_of
 from .untrusted import entries, part, text
 
-_CONDITIONS = frozenset({"QuotaReserved", "Admitted", "Evicted", "PodsReady"})
+_CONDITIONS = frozenset({"QuotaReserved", "Admitted", "Evicted", "PodsReady", "Finished"})
 
 
 @dataclass(frozen=True)

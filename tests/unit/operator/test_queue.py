@@ -316,6 +316,18 @@ def _reserved(reason: str, message: str) -> Object:
             "Kueue starts the Job",
             False,
         ),
+        (
+            workload_manifest(
+                conditions={
+                    "QuotaReserved": (True, "", ""),
+                    "Admitted": (True, "Admitted", ""),
+                    "Finished": (True, "FailedToStart", "invalid admission check PodSetUpdate: conflict for labels"),
+                },
+            ),
+            "QueueUnavailable",
+            "PodSetUpdate: conflict for labels; mend that and delete the Job",
+            True,
+        ),
         # Not admitted anew: its pods have only just ended.
         (
             workload_manifest(
