@@ -35,6 +35,8 @@ _UNMARKED: Manifest = {"annotations": {SUSPENDED_ANNOTATION: None}}
 _NOBODY_COMES = frozenset({"Inadmissible", "Misconfigured", "Suspended", "ExceedsMaxQuota", "NoMatchingFlavor"})
 """Kueue's reasons that do not pass as other jobs end: queues that are missing or stopped, more than the quota. It
 gives the first for all of them, and Pending for the quota, unless a feature gate makes it say more."""
+_DEACTIVATED = ("Deactivated", "Inactive")
+"""With which Kueue's reasons for such an eviction begin, the second up to 0.9."""
 _MORE_THAN_THERE_IS = "> maximum capacity"
 """In the message of a Workload that is Pending."""
 
@@ -225,7 +227,9 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
         words = f"Kueue is done with the Job, which has not ended: {why}; mend that and delete the Job: it is made anew"
         return Problem("QueueUnavailable", words, True)
     if not workload.active and not workload.stopped_by_us:
-        why = evicted.message if evicted and evicted.status and evicted.message else "its spec.active is false"
+        # What was evicted before keeps the words of that.
+        told = evicted and evicted.status and evicted.reason.startswith(_DEACTIVATED) and evicted.message
+        why = told or "its spec.active is false"
         words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
         return Problem("Deactivated", words, True)
     if evicted and evicted.status and _holds_quota(workload):

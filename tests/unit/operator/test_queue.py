@@ -351,6 +351,21 @@ def _reserved(reason: str, message: str) -> Object:
             True,
         ),
         (workload_manifest(active=False), "Deactivated", "its spec.active is false", True),
+        # It waited after an eviction, whose words stay.
+        (
+            workload_manifest(active=False, conditions={"Evicted": (True, "Preempted", "Preempted by dear")}),
+            "Deactivated",
+            "Workload job-tulu: its spec.active is false; it competes again",
+            True,
+        ),
+        (
+            workload_manifest(
+                active=False, conditions={"Evicted": (True, "DeactivatedDueToMaximumExecutionTimeExceeded", "too long")}
+            ),
+            "Deactivated",
+            "Workload job-tulu: too long; it competes again",
+            True,
+        ),
         # Our own stop is being taken back.
         (workload_manifest(active=False, marked=True), "WaitingForQueue", "waiting for admission", False),
     ],
