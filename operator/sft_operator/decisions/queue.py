@@ -5,6 +5,7 @@ Workload. So such a job is stopped through its Workload; the Job itself only whe
 not act. What this operator has stopped carries a mark: it never lets go on what others have stopped.
 """
 
+import re
 from datetime import timedelta
 
 from sft_api.v1alpha1 import SFTJobStatus
@@ -17,6 +18,7 @@ from ..names import (
     QUEUE_LABEL,
     SUSPENDED_ANNOTATION,
 )
+from ..picture.conditions import Condition
 from ..picture.observed import ChildJob, Manifest, Observed
 from ..picture.workload import Queueing, Workload
 from .gangs import rests_by_us
@@ -34,11 +36,15 @@ _UNMARKED: Manifest = {"annotations": {SUSPENDED_ANNOTATION: None}}
 
 _NOBODY_COMES = frozenset({"Inadmissible", "Misconfigured", "Suspended", "ExceedsMaxQuota", "NoMatchingFlavor"})
 """Kueue's reasons that do not pass as other jobs end: queues that are missing or stopped, more than the quota. It
-gives the first for all of them, and Pending for the quota, unless a feature gate makes it say more."""
+gives the first for all of them, and Pending for the quota, unless a feature gate (on by default from 0.19) makes it say
+more."""
 _DEACTIVATED = ("Deactivated", "Inactive")
 """With which Kueue's reasons for such an eviction begin, the second up to 0.9."""
 _MORE_THAN_THERE_IS = "> maximum capacity"
 """In the message of a Workload that is Pending."""
+_TOO_SMALL = re.compile(r"insufficient quota for \S+ in flavor ([^\s,]+)")
+_TAKEN = re.compile(r"insufficient unused quota for \S+ in flavor ([^\s,]+)")
+"""In the same message, of each flavor that was tried."""
 
 
 def asks_kueue(terms: Terms, child: ChildJob, *, half_placed: bool = False) -> bool:
@@ -242,10 +248,18 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
             "WaitingForQueue", f"{waiting}: quota is reserved; {checks or 'admission checks are awaited'}", False
         )
     if reserved and reserved.message:
-        stalled = reserved.reason in _NOBODY_COMES or _MORE_THAN_THERE_IS in reserved.message
+        stalled = reserved.reason in _NOBODY_COMES or _is_more_than_there_is(reserved)
         words = f"{waiting}: {reserved.message}"
         return Problem("QueueUnavailable", words, True) if stalled else Problem("WaitingForQueue", words, False)
     return Problem("WaitingForQueue", waiting, False)
+
+
+def _is_more_than_there_is(reserved: Condition) -> bool:
+    """Whether no flavor can ever hold the job, where the reason does not say it: of several one may be too small while
+    another is only taken."""
+    message = reserved.message
+    only_taken = {*_TAKEN.findall(message)} - {*_TOO_SMALL.findall(message)}
+    return reserved.reason == "Pending" and _MORE_THAN_THERE_IS in message and not only_taken
 
 
 def preempted_words(observed: Observed) -> str:

@@ -285,6 +285,13 @@ def _reserved(reason: str, message: str) -> Object:
     return workload_manifest(conditions={"QuotaReserved": (False, reason, message)})
 
 
+TOO_SMALL = (
+    "insufficient quota for nvidia.com/gpu in flavor {}, previously considered podsets requests (0) + current podset "
+    "request (16) > maximum capacity (8)"
+)
+TAKEN = "insufficient unused quota for nvidia.com/gpu in flavor {}, 4 more needed"
+
+
 @pytest.mark.parametrize(
     ("found", "reason", "words", "stalled"),
     [
@@ -295,6 +302,21 @@ def _reserved(reason: str, message: str) -> Object:
             False,
         ),
         (_reserved("Pending", "request (4) > maximum capacity (2)"), "QueueUnavailable", "maximum capacity", True),
+        # One flavor is too small; the other becomes free.
+        (
+            _reserved("Pending", f"{TOO_SMALL.format('spot')}, {TAKEN.format('demand')}"),
+            "WaitingForQueue",
+            "in flavor demand, 4 more needed",
+            False,
+        ),
+        (
+            _reserved("Pending", f"{TOO_SMALL.format('spot')}, {TAKEN.format('spot')}"),
+            "QueueUnavailable",
+            "maximum capacity",
+            True,
+        ),
+        # One that says it in its reason knows which flavors could do instead.
+        (_reserved("WaitingForQuota", TOO_SMALL.format("spot")), "WaitingForQueue", "maximum capacity", False),
         (_reserved("Inadmissible", "LocalQueue gpus doesn't exist"), "QueueUnavailable", "doesn't exist", True),
         (_reserved("Misconfigured", "ClusterQueue x doesn't exist"), "QueueUnavailable", "doesn't exist", True),
         (_reserved("WaitingForQuota", "2 more needed"), "WaitingForQueue", "2 more needed", False),
