@@ -114,7 +114,7 @@ def follow(
         now=now,
     )
     situation = _as_far_as_read(terms, find_situation(terms, previous, observed, restarts, now))
-    if situation.reason in HELD_BACK and previous.state in ("Running", "Recovering"):
+    if not terms.suspend and situation.reason in HELD_BACK and previous.state in ("Running", "Recovering"):
         restarts = count_disruptions(restarts, 1, "Preempted", situation.message, now)
     if situation.state == "Complete":
         status = _completed(status, export_uri)

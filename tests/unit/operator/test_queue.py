@@ -466,6 +466,8 @@ def test_training_does_not_go_on_in_silence_under_a_wish_to_suspend(
 
     assert status.state == "Suspending"
     assert words in status.message
+    assert status.restarts is not None
+    assert status.restarts.disruptions == 0, "it trains on, or stops because the user wants it to"
     assert next(item.status for item in status.conditions if item.type == "Stalled") == str(stalled)
     assert (not_stopped(observed) is None) == (queueing is STOPPED)
 
