@@ -1,8 +1,13 @@
 """What trackers have in common: a run neither waits for one nor ends with it."""
 
+import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +69,52 @@ def test_what_a_tracker_did_not_take_goes_with_what_comes_next(caplog: pytest.Lo
     tracker.on_end(End(2, "complete", "", None))
     assert tracker.told == [RUN, 1, 2, "complete"]
     assert caplog.text.count("json: no answer (said once)") == 1
+
+
+def test_a_tracker_that_refuses_is_not_asked_after_each_step() -> None:
+    # Given one that will take nothing before the end, as with a wrong key
+    tracker, again = Recorder(failures=1000), threading.Event()
+    tracker.on_start(RUN, Control())
+
+    # When steps follow one another
+    for step in range(1, 31):
+        tracker.on_log(Log(step, {"loss": 1.0}), Control())
+        again.wait(0.01)
+    tracker.on_end(End(30, "complete", "", None))
+
+    # Then it was tried at the first, and once more at the end; both fall within the first pause
+    assert tracker._troubles == 2
+
+
+def test_a_tracker_is_tried_again_also_when_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_FIRST_PAUSE", 0.01)
+    tracker, again = Recorder(failures=3), threading.Event()
+    tracker.on_start(RUN, Control())
+    tracker.on_log(Log(1, {"loss": 1.0}), Control())
+    for _ in range(1000):
+        if tracker.told == [RUN, 1]:
+            break
+        again.wait(0.01)
+    assert (tracker.told, tracker._troubles) == ([RUN, 1], 3)
+    tracker.on_end(End(1, "complete", "", None))
+
+
+def test_wandb_has_one_folder_however_often_it_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = []
+
+    def init(**given: object) -> None:
+        folders.append(given["dir"])
+        raise ConnectionError("no answer")
+
+    library = SimpleNamespace(init=init, Settings=dict, __spec__=ModuleSpec("wandb", None))
+    monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    tracker = WeightsAndBiases("demo")
+    for _ in range(3):
+        with pytest.raises(ConnectionError):
+            tracker.begin(RUN)
+    assert folders == [str(folder) for folder in tmp_path.iterdir()] * 3
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_for_long(

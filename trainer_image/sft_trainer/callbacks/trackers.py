@@ -23,6 +23,8 @@ log = logging.getLogger("sft_trainer")
 
 _SECONDS = 30.0
 """How long the end of a run waits for its tracker."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+"""Seconds until a tracker that took nothing is tried again: the first ones and the longest; each is twice the last."""
 _MOST_WAITING = 10_000
 _MOST_METRICS, _MOST_PARAMETERS, _LONGEST_PARAMETER = 1000, 100, 6000
 """Of one request to MLflow."""
@@ -73,10 +75,10 @@ class Tracker(Callback, ABC):
             self._trouble("it is too slow, and lacks some steps")
 
     def _work(self, run: Run) -> None:
-        begun, end = False, None
+        begun, end, pause = False, None, 0.0
         held: list[Point] = []
         while end is None:
-            for item in self._waiting():
+            for item in self._waiting(pause):
                 if isinstance(item, End):
                     end = item
                 else:
@@ -90,18 +92,25 @@ class Tracker(Callback, ABC):
                     held = []
                 if end is not None:
                     self.finish(end)
+                pause = 0.0
             except Exception as error:
                 # What was not taken goes with what comes next.
                 self._trouble(str(error))
                 held = held[-_MOST_WAITING:]
+                pause = min(max(_FIRST_PAUSE, 2 * pause), _LONGEST_PAUSE)
 
-    def _waiting(self) -> Iterator[Point | End]:
-        """The next item, waited for, and all behind it."""
-        yield self._queue.get()
+    def _waiting(self, pause: float) -> Iterator[Point | End]:
+        """The next item, waited for, and all behind it; after ``pause`` seconds what came meanwhile, up to the end."""
+        again = time.monotonic() + pause
+        if not pause:
+            yield self._queue.get()
         while True:
             try:
-                yield self._queue.get_nowait()
+                item = self._queue.get(timeout=max(0.0, again - time.monotonic()))
             except queue.Empty:
+                return
+            yield item
+            if isinstance(item, End):
                 return
 
     def _trouble(self, words: str) -> None:
@@ -132,10 +141,13 @@ class WeightsAndBiases(Tracker):
         super().__init__()
         self._project, self._entity = project, entity
         self._tags = [tag.strip() for tag in tags.split(",") if tag.strip()]
+        self._folder = ""
 
     def begin(self, run: Run) -> None:
         import wandb
 
+        # One, however often this is tried.
+        self._folder = self._folder or os.environ.get("WANDB_DIR") or tempfile.mkdtemp()
         self._run: Any = wandb.init(
             project=self._project,
             entity=self._entity or None,
@@ -144,7 +156,7 @@ class WeightsAndBiases(Tracker):
             resume="allow",
             tags=self._tags or None,
             config=described(run),
-            dir=os.environ.get("WANDB_DIR") or tempfile.mkdtemp(),
+            dir=self._folder,
             settings=wandb.Settings(console="off", disable_git=True, save_code=False, silent=True),
         )
         # Its own steps may only rise, and steps that were lost are made again.
