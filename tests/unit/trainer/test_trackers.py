@@ -22,10 +22,10 @@ class Recorder(Tracker):
 
     library = "json"
 
-    def __init__(self, failures: int = 0, hangs: threading.Event | None = None) -> None:
+    def __init__(self, failures: int = 0, hangs: threading.Event | None = None, send_failures: int = 0) -> None:
         super().__init__()
         self.told: list[object] = []
-        self._failures, self._hangs = failures, hangs
+        self._failures, self._hangs, self._send_failures = failures, hangs, send_failures
 
     def begin(self, run: Run) -> None:
         if self._hangs is not None:
@@ -36,6 +36,9 @@ class Recorder(Tracker):
         self.told.append(run)
 
     def send(self, points: Sequence[Point]) -> None:
+        if self._send_failures:
+            self._send_failures -= 1
+            raise ConnectionError("no answer")
         self.told += [point.step for point in points]
 
     def finish(self, end: End) -> None:
@@ -84,6 +87,35 @@ def test_a_tracker_that_refuses_is_not_asked_after_each_step() -> None:
 
     # Then it was tried at the first, and once more at the end; both fall within the first pause
     assert tracker._troubles == 2
+
+
+def test_what_a_tracker_did_not_take_at_the_end_is_sent_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_FIRST_PAUSE", 0.01)
+    # Given one that was reached, and is away for a moment when the run ends
+    tracker = Recorder(send_failures=2)
+    follow(tracker, 3)
+    assert tracker.told == [RUN, 1, 2, 3, "complete"]
+
+
+def test_what_a_tracker_lacks_at_the_end_is_said_also_when_it_had_failed_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(trackers, "_SECONDS", 0.1)
+    tracker = Recorder(send_failures=1000)
+    follow(tracker, 3)
+    assert "json: no answer (said once)" in caplog.text
+    assert "json lacks how the run ended, and the last steps: no answer" in caplog.text
+
+
+def test_a_tracker_that_is_slow_hears_the_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_MOST_WAITING", 3)
+    # Given one that has not begun when its queue is full, and does while the end waits for it
+    released = threading.Event()
+    tracker = Recorder(hangs=released)
+    threading.Timer(0.3, released.set).start()
+    follow(tracker, 20)
+    assert tracker.told[-1] == "complete"
 
 
 def test_a_tracker_is_tried_again_also_when_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ A thread of the first process talks to the tracker: it neither holds the run up 
 run that goes on after an interruption goes on in the tracker too, by the place that it saves in.
 """
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -50,6 +51,8 @@ class Tracker(Callback, ABC):
         self._queue: queue.Queue[Point | End] = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._troubles = 0
+        self._until = 0.0
+        """Until when the end of the run waits."""
 
     def on_start(self, run: Run, control: Control) -> None:
         if run.is_first_process:
@@ -63,24 +66,28 @@ class Tracker(Callback, ABC):
     def on_end(self, end: End) -> None:
         if self._thread is None:
             return
-        self._put(end)
-        self._thread.join(_SECONDS)
+        self._until = time.monotonic() + _SECONDS
+        with contextlib.suppress(queue.Full):
+            # One that is slow may have made room by then; how the run ended is not to be lost for a step.
+            self._queue.put(end, timeout=_SECONDS)
+        self._thread.join(max(0.0, self._until - time.monotonic()))
         if self._thread.is_alive():
             log.warning("%s does not answer, and may lack the last steps", self.library)
 
-    def _put(self, item: Point | End) -> None:
+    def _put(self, item: Point) -> None:
         try:
             self._queue.put_nowait(item)
         except queue.Full:
             self._trouble("it is too slow, and lacks some steps")
 
     def _work(self, run: Run) -> None:
-        begun, end, pause = False, None, 0.0
+        begun, ended, pause = False, False, 0.0
+        end: End | None = None
         held: list[Point] = []
-        while end is None:
-            for item in self._waiting(pause):
+        while not ended:
+            for item in self._waiting(pause) if end is None else ():
                 if isinstance(item, End):
-                    end = item
+                    end, pause = item, 0.0
                 else:
                     held.append(item)
             try:
@@ -92,12 +99,20 @@ class Tracker(Callback, ABC):
                     held = []
                 if end is not None:
                     self.finish(end)
+                    ended = True
                 pause = 0.0
             except Exception as error:
                 # What was not taken goes with what comes next.
                 self._trouble(str(error))
                 held = held[-_MOST_WAITING:]
                 pause = min(max(_FIRST_PAUSE, 2 * pause), _LONGEST_PAUSE)
+                if end is not None:
+                    # Nothing comes next. What took nothing all the time, as with a wrong key, will not now.
+                    ended = not begun or time.monotonic() + pause > self._until
+                    if ended:
+                        log.warning("%s lacks how the run ended, and the last steps: %s", self.library, error)
+                    else:
+                        time.sleep(pause)
 
     def _waiting(self, pause: float) -> Iterator[Point | End]:
         """The next item, waited for, and all behind it; after ``pause`` seconds what came meanwhile, up to the end."""
