@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -116,6 +117,25 @@ def test_a_tracker_that_is_slow_hears_the_end_too(monkeypatch: pytest.MonkeyPatc
     threading.Timer(0.3, released.set).start()
     follow(tracker, 20)
     assert tracker.told[-1] == "complete"
+
+
+def test_a_password_in_the_address_of_a_tracker_is_not_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a library that names the address it was given, as mlflow does with MLFLOW_TRACKING_URI
+    tracker = Recorder(failures=1000)
+    said = "API request to http://me:s3c@ret@host:9/api/2.0?of=a@b failed, see https://host/c"
+    monkeypatch.setattr(tracker, "begin", Mock(side_effect=ConnectionError(said)))
+    follow(tracker, 3)
+    assert "json: API request to http://host:9/api/2.0?of=a@b failed, see https://host/c (said once)" in caplog.text
+    assert "s3c" not in caplog.text
+
+
+def test_an_error_without_words_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = Recorder()
+    monkeypatch.setattr(tracker, "begin", Mock(side_effect=TimeoutError()))
+    follow(tracker, 1)
+    assert "json: TimeoutError (said once)" in caplog.text
 
 
 def test_a_tracker_is_tried_again_also_when_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:

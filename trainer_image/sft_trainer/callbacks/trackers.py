@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import queue
+import re
 import tempfile
 import threading
 import time
@@ -103,14 +104,14 @@ class Tracker(Callback, ABC):
                 pause = 0.0
             except Exception as error:
                 # What was not taken goes with what comes next.
-                self._trouble(str(error))
+                self._trouble(_said(error))
                 held = held[-_MOST_WAITING:]
                 pause = min(max(_FIRST_PAUSE, 2 * pause), _LONGEST_PAUSE)
                 if end is not None:
                     # Nothing comes next. What took nothing all the time, as with a wrong key, will not now.
                     ended = not begun or time.monotonic() + pause > self._until
                     if ended:
-                        log.warning("%s lacks how the run ended, and the last steps: %s", self.library, error)
+                        log.warning("%s lacks how the run ended, and the last steps: %s", self.library, _said(error))
                     else:
                         time.sleep(pause)
 
@@ -129,6 +130,7 @@ class Tracker(Callback, ABC):
                 return
 
     def _trouble(self, words: str) -> None:
+        """Say what went wrong, at the first time."""
         self._troubles += 1
         if self._troubles == 1:
             log.warning("%s: %s (said once)", self.library, words)
@@ -237,6 +239,12 @@ class MLflow(Tracker):
     def finish(self, end: End) -> None:
         status = {"complete": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
         self._client.set_terminated(self._run_id, status[end.outcome])
+
+
+def _said(error: Exception) -> str:
+    """The words of ``error``, without what stands before a host: libraries name addresses as they were given them, also
+    with a password, which a Secret may have held."""
+    return re.sub(r"(?<=://)[^/?#\s'\"]*@", "", str(error)) or type(error).__name__
 
 
 def run_id(run: Run) -> str:
