@@ -8,12 +8,13 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from sft_trainer.callbacks import Control, End, Log, Run, trackers
-from sft_trainer.callbacks.trackers import MLflow, Point, Tracker, WeightsAndBiases, flat, numbers, run_id
+from sft_trainer.callbacks.trackers import MLflow, Point, Tracker, WeightsAndBiases, described, flat, numbers, run_id
 
 RUN = Run("tiny", "team", 1, 0, 10, 2, True, "s3://bucket/run", None, {})
 
@@ -199,3 +200,13 @@ def test_figures_and_settings_as_trackers_take_them() -> None:
     assert numbers(values) == {"tokens": 7.0, "evalLosses/a": 1.0}
     settings = {"data": {"train": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "seed": 1}
     assert dict(flat(settings)) == {"data.train.0.uri": "hf://a/b", "data.train.1.uri": "hf://c/d", "seed": 1}
+
+
+def test_no_tracker_is_told_the_values_of_the_environment() -> None:
+    given: dict[str, Any] = {
+        "compute": {"nodes": 2, "env": [{"name": "HF_TOKEN", "value": "s3cret"}, {"name": "A", "valueFrom": {"b": 1}}]},
+    }
+    told = dict(flat(described(replace(RUN, spec=given))))
+    assert "s3cret" not in told.values()
+    assert (told["compute.env.0.name"], told["compute.env.1.valueFrom.b"], told["compute.nodes"]) == ("HF_TOKEN", 1, 2)
+    assert given["compute"]["env"][0]["value"] == "s3cret"

@@ -253,8 +253,14 @@ def run_id(run: Run) -> str:
 
 
 def described(run: Run) -> dict[str, Any]:
-    """What a tracker shows of a run."""
-    return {"namespace": run.namespace, "checkpointUri": run.checkpoint_uri, "totalSteps": run.total_steps, **run.spec}
+    """What a tracker shows of a run: of its environment the names alone, as who sees the tracker may be others than who
+    may see the SFTJob, and a value may be a key."""
+    told = {"namespace": run.namespace, "checkpointUri": run.checkpoint_uri, "totalSteps": run.total_steps, **run.spec}
+    compute = run.spec.get("compute") or {}
+    if environment := compute.get("env"):
+        named = [{name: value for name, value in each.items() if name != "value"} for each in environment]
+        told["compute"] = {**compute, "env": named}
+    return told
 
 
 def flat(value: Mapping[str, Any] | Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
