@@ -198,6 +198,7 @@ def test_a_run_has_one_name_in_its_tracker_wherever_it_goes_on() -> None:
 def test_figures_and_settings_as_trackers_take_them() -> None:
     values = {"step": 3, "time": 1.5, "loss": float("nan"), "tokens": 7, "ok": True, "evalLosses": {"a": 1.0}, "x": "y"}
     assert numbers(values) == {"tokens": 7.0, "evalLosses/a": 1.0}
+    assert numbers({"step": 3, "evalLosses": {"time": 1, "step": 2}}) == {"evalLosses/time": 1, "evalLosses/step": 2}
     settings = {"data": {"train": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "seed": 1}
     assert dict(flat(settings)) == {"data.train.0.uri": "hf://a/b", "data.train.1.uri": "hf://c/d", "seed": 1}
 

@@ -275,10 +275,12 @@ def flat(value: Mapping[str, Any] | Sequence[Any], path: str = "") -> Iterator[t
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The finite figures of a step by name, those of single evaluation sets by ``evalLosses/name``."""
-    found: dict[str, float] = {}
+    return dict(_numbers({name: value for name, value in values.items() if name not in ("step", "time")}))
+
+
+def _numbers(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{key}": each for key, each in numbers(value).items()}
+            yield from _numbers(value, f"{path}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            found[name] = float(value)
-    return {name: value for name, value in found.items() if name not in ("step", "time")}
+            yield f"{path}{name}", float(value)
