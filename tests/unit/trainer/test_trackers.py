@@ -195,6 +195,12 @@ def test_a_run_has_one_name_in_its_tracker_wherever_it_goes_on() -> None:
     assert run_id(RUN) != run_id(replace(RUN, checkpoint_uri="s3://bucket/other"))
 
 
+def test_runs_on_claims_of_one_name_in_two_namespaces_are_two_runs() -> None:
+    on_a_claim = replace(RUN, checkpoint_uri="pvc://checkpoints/run")
+    assert run_id(on_a_claim) == run_id(replace(on_a_claim, attempt=7, step=3))
+    assert run_id(on_a_claim) != run_id(replace(on_a_claim, namespace="other"))
+
+
 def test_figures_and_settings_as_trackers_take_them() -> None:
     values = {"step": 3, "time": 1.5, "loss": float("nan"), "tokens": 7, "ok": True, "evalLosses": {"a": 1.0}, "x": "y"}
     assert numbers(values) == {"tokens": 7.0, "evalLosses/a": 1.0}

@@ -248,8 +248,12 @@ def _said(error: Exception) -> str:
 
 
 def run_id(run: Run) -> str:
-    """The same at every start of a run, and for no other place."""
-    return f"{run.name}-{hashlib.sha256(run.checkpoint_uri.encode()).hexdigest()[:12]}"
+    """The same at every start of a run, and for no other place. A claim is one of its namespace: others have others of
+    that name."""
+    place = run.checkpoint_uri
+    if place.startswith("pvc://"):
+        place = f"{run.namespace}/{place}"
+    return f"{run.name}-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
 
 
 def described(run: Run) -> dict[str, Any]:
