@@ -82,6 +82,11 @@ def test_methods_may_take_what_they_are_told_in_any_way() -> None:
             r"class: .*SavesWithoutControl.on_save cannot .*: write def on_save\(self, checkpoint, control\)",
         ),
         (spec("EndsWithControl"), r"missing a required argument: 'control'\): write def on_end\(self, end\)"),
+        (
+            spec("Asynchronous"),
+            r"class: .*Asynchronous.on_step is called, and not awaited .* write def on_step\(self, step, control\), w",
+        ),
+        (spec("Yields"), r"class: .*Yields.on_end is called, .* write def on_end\(self, end\), without async or yield"),
         (spec("Plain", loss="1"), r"\.loss: .*:Plain has no such argument; it takes: none"),
         (spec("Typed", count="7", loud="no"), r"cannot be made with these: missing a required argument: 'rate'"),
         (

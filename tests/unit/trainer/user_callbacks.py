@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -100,6 +101,16 @@ class SavesWithoutControl(Callback):
 class EndsWithControl(Callback):
     def on_end(self, end: End, control: Control) -> None:  # type: ignore[override]
         raise AssertionError("it cannot be called")
+
+
+class Asynchronous(Callback):
+    async def on_step(self, step: Step, control: Control) -> None:  # type: ignore[override]
+        raise AssertionError("nobody awaits it")
+
+
+class Yields(Callback):
+    def on_end(self, end: End) -> Iterator[None]:  # type: ignore[override]
+        yield
 
 
 class Indirect(Callback):

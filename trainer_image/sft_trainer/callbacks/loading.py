@@ -19,6 +19,8 @@ _ON_THE_PATH = (
     "the modules of callbacks must lie where the trainer's Python finds them: installed in compute.image or in a "
     "folder of its PYTHONPATH, and with sft run in this Python or a folder of PYTHONPATH"
 )
+_NEVER_RUNS = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+"""A call of such a function does nothing of what it says."""
 Maker = Callable[[], Callback]
 
 
@@ -82,6 +84,11 @@ def _check_methods(field: str, path: str, kind: type[Callback]) -> None:
         if not (name.startswith("on_") and isinstance(theirs, FunctionType)):
             continue
         given = list(inspect.signature(method).parameters)
+        if any(kind_of(theirs) for kind_of in _NEVER_RUNS):
+            raise ConfigError(
+                f"{field}: {path}.{name} is called, and not awaited or gone through: what it says would never be done; "
+                f"write def {name}({', '.join(given)}), without async or yield"
+            )
         try:
             inspect.signature(theirs, follow_wrapped=False).bind(*given)
         except TypeError as error:
