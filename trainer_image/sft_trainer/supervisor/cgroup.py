@@ -51,28 +51,24 @@ class Cgroup:
         ):
             most, used = self._read(controller, limit).strip(), self._read(controller, usage).strip()
             if most.isdigit() and used.isdigit():
-                files = sum(
-                    self._counter(controller, "memory.stat", f"{prefix}{kind}_file") for kind in ("active", "inactive")
-                )
-                found.append(int(most) - max(0, int(used) - files))
+                found.append(int(most) - max(0, int(used) - self._cached(controller, prefix)))
         if (machine := _machine_memory(meminfo).get("MemAvailable")) is not None:
             found.append(machine)
         return max(0, min(found)) if found else None
 
     def memory(self, meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
-        """Bytes that this group holds, without cached files that nothing uses, and its limit: that of the machine where
-        it has none of its own. None where they are not told."""
+        """Bytes that this group holds, without cached files, which the kernel lets go of when memory is asked for, and
+        its limit: that of the machine where it has none of its own. None where they are not told."""
         limit = _machine_memory(meminfo).get("MemTotal")
-        for controller, most, usage, inactive in (
-            ("", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for controller, most, usage, prefix in (
+            ("", "memory.max", "memory.current", ""),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             used, own = self._read(controller, usage).strip(), self._read(controller, most).strip()
             if used.isdigit():
                 # Without a limit v1 tells a number that no machine has.
                 limits = [each for each in (limit, int(own) if own.isdigit() else None) if each is not None]
-                held = int(used) - self._counter(controller, "memory.stat", inactive)
-                return max(0, held), min(limits, default=None)
+                return max(0, int(used) - self._cached(controller, prefix)), min(limits, default=None)
         return None, limit
 
     def cpu_times(self) -> tuple[float | None, float | None]:
@@ -91,6 +87,11 @@ class Cgroup:
         return self._counter("", "memory.events", "oom_kill") or self._counter(
             "memory", "memory.oom_control", "oom_kill"
         )
+
+    def _cached(self, controller: str, prefix: str) -> int:
+        """Bytes of cached files: those read once, and those read again, as a model is that is checked and loaded."""
+        kinds = ("active", "inactive")
+        return sum(self._counter(controller, "memory.stat", f"{prefix}{kind}_file") for kind in kinds)
 
     def _counter(self, controller: str, name: str, key: str) -> int:
         for line in self._read(controller, name).splitlines():
