@@ -3,7 +3,7 @@
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -168,6 +168,72 @@ def test_wandb_has_one_folder_however_often_it_is_tried(monkeypatch: pytest.Monk
         with pytest.raises(ConnectionError):
             tracker.begin(RUN)
     assert folders == [str(folder) for folder in tmp_path.iterdir()] * 3
+
+
+class MlflowError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"it says {code}")
+        self.get_http_status_code = lambda: code
+
+
+class Server:
+    """Of MLflow, as far as it is talked to; answers the first requests for parameters with ``codes``."""
+
+    def __init__(self, *codes: int) -> None:
+        self.codes, self.runs, self.given = list(codes), 0, dict[str, str]()
+
+    def get_experiment_by_name(self, name: str) -> object:
+        return SimpleNamespace(experiment_id="1")
+
+    def search_runs(self, *_: object, **__: object) -> list[object]:
+        return [SimpleNamespace(info=SimpleNamespace(run_id="r"))] * self.runs
+
+    def create_run(self, *_: object, **__: object) -> object:
+        self.runs += 1
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def update_run(self, *_: object, **__: object) -> None: ...
+
+    def log_batch(self, _: str, params: Sequence[tuple[str, str]]) -> None:
+        if self.codes:
+            raise MlflowError(self.codes.pop(0))
+        self.given.update(params)
+
+
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Server], MLflow]:
+    def make(server: Server) -> MLflow:
+        modules = {
+            "mlflow": {"MlflowClient": lambda _: server, "__spec__": ModuleSpec("mlflow", None)},
+            "mlflow.entities": {"Param": lambda *given: given},
+            "mlflow.exceptions": {"MlflowException": MlflowError},
+        }
+        for name, content in modules.items():
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))  # type: ignore[arg-type]
+        return MLflow("demo")
+
+    return make
+
+
+def test_the_settings_of_a_run_reach_mlflow_though_it_is_away_after_the_run_was_made(
+    mlflow: Callable[[Server], MLflow],
+) -> None:
+    server = Server(503, 500)
+    tracker = mlflow(server)
+    run = replace(RUN, spec={"training": {f"x{number}": number for number in range(150)}})
+    for _ in range(2):
+        with pytest.raises(MlflowError):
+            tracker.begin(run)
+    tracker.begin(run)
+    assert server.runs == 1
+    assert (server.given["namespace"], server.given["training.x149"]) == ("team", "149")
+
+
+def test_settings_that_mlflow_refuses_do_not_keep_figures_from_it(
+    mlflow: Callable[[Server], MLflow], caplog: pytest.LogCaptureFixture
+) -> None:
+    mlflow(Server(400)).begin(RUN)
+    assert "mlflow: it says 400 (said once)" in caplog.text
 
 
 def test_a_tracker_that_hangs_holds_up_neither_a_step_nor_the_end_for_long(

@@ -16,6 +16,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from http import HTTPStatus
 from importlib.util import find_spec
 from typing import Any, ClassVar, NamedTuple
 
@@ -196,23 +197,35 @@ class MLflow(Tracker):
     def __init__(self, experiment: str, tracking_uri: str = "") -> None:
         super().__init__()
         self._experiment, self._uri = experiment, tracking_uri
+        self._run_id = ""
+        self._untold: list[Any] = []
+        """Parameters of a run that was made here, which the server has not taken yet."""
 
     def begin(self, run: Run) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
         self._client: Any = MlflowClient(self._uri or None)
-        experiment = self._experiment_id()
-        found = self._client.search_runs([experiment], f"tags.`sft.run` = '{run_id(run)}'", max_results=1)
-        if found:
-            self._run_id = found[0].info.run_id
-            self._client.update_run(self._run_id, status="RUNNING")
-            return
-        tags = {"sft.run": run_id(run), "sft.checkpointUri": run.checkpoint_uri}
-        self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
-        given = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(described(run))]
-        for start in range(0, len(given), _MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=given[start : start + _MOST_PARAMETERS])
+        if not self._run_id:
+            experiment = self._experiment_id()
+            found = self._client.search_runs([experiment], f"tags.`sft.run` = '{run_id(run)}'", max_results=1)
+            if found:
+                self._run_id = found[0].info.run_id
+                self._client.update_run(self._run_id, status="RUNNING")
+                return
+            tags = {"sft.run": run_id(run), "sft.checkpointUri": run.checkpoint_uri}
+            self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+            self._untold = [Param(name, str(value)[:_LONGEST_PARAMETER]) for name, value in flat(described(run))]
+        while self._untold:
+            try:
+                self._client.log_batch(self._run_id, params=self._untold[:_MOST_PARAMETERS])
+            except MlflowException as error:
+                if error.get_http_status_code() != HTTPStatus.BAD_REQUEST:
+                    raise
+                # It takes none of these at any time: figures are not held up by what they cannot be.
+                self._trouble(_said(error))
+            del self._untold[:_MOST_PARAMETERS]
 
     def _experiment_id(self) -> str:
         found = self._client.get_experiment_by_name(self._experiment)
