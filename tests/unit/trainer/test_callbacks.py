@@ -187,11 +187,18 @@ def test_an_interrupt_of_a_callback_is_an_error_of_its_own(tmp_path: Path) -> No
         story.run()
 
 
+def test_what_is_no_exception_of_python_is_an_error_of_the_callback_too(tmp_path: Path) -> None:
+    story = Story(tmp_path, {}, training={"steps": 6, "callbacks": [spec("CancelsItself")]})
+    with pytest.raises(CallbackError, match=r"user_callbacks:CancelsItself.on_step raised CancelledError"):
+        story.run()
+
+
+@pytest.mark.parametrize("name", ["RaisesAtTheEnd", "CancelsItselfAtTheEnd"])
 def test_an_error_at_the_end_takes_nothing_from_a_run_that_is_complete(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    Story(tmp_path, {}, training={"steps": 6, "callbacks": [spec("RaisesAtTheEnd")]}).run()
-    assert "RaisesAtTheEnd.on_end failed" in caplog.text
+    Story(tmp_path, {}, training={"steps": 6, "callbacks": [spec(name)]}).run()
+    assert f"{name}.on_end failed" in caplog.text
 
 
 def checkpoint(step: int) -> CheckpointStatus:

@@ -1,5 +1,6 @@
 """What users might write: classes of ``training.callbacks``, good and bad."""
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -88,9 +89,27 @@ class Interrupts(Callback):
         raise KeyboardInterrupt
 
 
+class CancelsItself(Callback):
+    """Awaits what was cancelled: no Exception, as is what libraries in Rust raise when they panic."""
+
+    def on_step(self, step: Step, control: Control) -> None:
+        asyncio.run(_cancelled())
+
+
+async def _cancelled() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    await task
+
+
 class RaisesAtTheEnd(Callback):
     def on_end(self, end: End) -> None:
         raise SystemExit(3)
+
+
+class CancelsItselfAtTheEnd(Callback):
+    def on_end(self, end: End) -> None:
+        asyncio.run(_cancelled())
 
 
 class SavesWithoutControl(Callback):

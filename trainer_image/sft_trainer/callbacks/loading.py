@@ -49,7 +49,7 @@ def _maker(field: str, spec: CallbackSpec) -> Maker:
     def make() -> Callback:
         try:
             return kind(**arguments)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except BaseException as error:
             raise failed(f"{spec.import_path}.__init__", error) from error
 
     return make
@@ -65,7 +65,7 @@ def _class(field: str, path: str) -> type[Callback]:
         raise ConfigError(
             f"{field}.class: {module_name} cannot be imported: {error}; install it beside {path} in compute.image"
         ) from error
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:
         raise failed(f"the import of {module_name}", error) from error
     for name in names.split("."):
         if not hasattr(found, name):

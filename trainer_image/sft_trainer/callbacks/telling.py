@@ -132,7 +132,7 @@ class Callbacks(Listener):
         for path, callback in self._callbacks:
             try:
                 callback.on_end(end)
-            except (Exception, SystemExit, KeyboardInterrupt):
+            except BaseException:
                 # The run is over, and what came of it is written: that must not be lost to what comes after it.
                 log.exception("%s.on_end failed", path)
 
@@ -141,7 +141,7 @@ class Callbacks(Listener):
             asks = base.Control()
             try:
                 getattr(callback, method)(value, asks)
-            except (Exception, SystemExit, KeyboardInterrupt) as error:
+            except BaseException as error:
                 raise failed(f"{path}.{method}", error) from error
             for name in sorted(asks.requested):
                 why = asks.why or "asked for by the callback"
