@@ -32,6 +32,31 @@ tracker.on_log(Log(last, {"evalLoss": 1.5, "evalLosses": {"held-out": 1.5}}), Co
 tracker.on_end(End(last, outcome, "", None))
 assert not tracker._thread.is_alive() and not tracker._troubles
 """
+KILLED = """
+import logging, os, time
+import psutil
+from sft_trainer.callbacks import Control, End, Log, Run
+from sft_trainer.callbacks.trackers import WeightsAndBiases
+
+def until(true):
+    while not true():
+        time.sleep(0.05)
+
+logging.basicConfig(level=logging.INFO)
+tracker = WeightsAndBiases("demo")
+tracker.on_start(Run("tiny", "team", 1, 0, 10, 1, True, "s3://bucket/run", None, {}), Control())
+tracker.on_log(Log(1, {"loss": 1.0}), Control())
+until(lambda: hasattr(tracker, "_run"))
+for process in psutil.Process().children():
+    process.kill()
+    process.wait()
+for step in range(2, 11):
+    tracker.on_log(Log(step, {"loss": 1.0}), Control())
+    time.sleep(0.05)
+tracker.on_end(End(10, "complete", "", None))
+assert tracker._troubles and not tracker._thread.is_alive()
+os._exit(0)
+"""
 LOOK = """
 import json, sys
 from mlflow import MlflowClient
@@ -155,3 +180,14 @@ def test_wandb_gets_each_step_under_the_same_run(python: str, tmp_path: Path) ->
         {"evalLoss": 1.5, "evalLosses/held-out": 1.5, "step": 5},
     ]
     assert [point["step"] for point in second["history"]] == [*range(4, 11), 10]
+
+
+def test_wandb_goes_on_when_the_process_beside_the_trainer_was_killed(python: str, tmp_path: Path) -> None:
+    # As where a pod's memory runs out
+    run(python, tmp_path, KILLED, WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
+
+    before, after = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    assert before.name == after.name  # the run's id
+    told = json.loads(run(python, tmp_path, UPLOADED, str(after)).stdout)
+    # What was given to it without an answer may be lost
+    assert ([point["step"] for point in told["history"]][-5:], told["exit"]) == ([6, 7, 8, 9, 10], 0)

@@ -160,10 +160,13 @@ class WeightsAndBiases(Tracker):
         self._project, self._entity = project, entity
         self._tags = [tag.strip() for tag in tags.split(",") if tag.strip()]
         self._folder = ""
+        self._broken = False
+        """Whether the process that wandb has beside this one may be gone: nothing is sent by that run any more."""
 
     def begin(self, run: Run) -> None:
         import wandb
 
+        self._told = run
         # One, however often this is tried.
         self._folder = self._folder or os.environ.get("WANDB_DIR") or tempfile.mkdtemp()
         self._run: Any = wandb.init(
@@ -182,11 +185,29 @@ class WeightsAndBiases(Tracker):
         log.info("wandb: %s", self._run.url or self._run.dir)
 
     def send(self, points: Sequence[Point]) -> None:
-        for point in points:
-            self._run.log({**point.values, "step": point.step})
+        with self._whole():
+            for point in points:
+                self._run.log({**point.values, "step": point.step})
 
     def finish(self, end: End) -> None:
-        self._run.finish(exit_code=int(end.outcome == "failed"))
+        with self._whole():
+            self._run.finish(exit_code=int(end.outcome == "failed"))
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around what is sent: after an error by a process anew, as one that was killed answers nothing again."""
+        if self._broken:
+            import wandb
+
+            with contextlib.suppress(Exception):
+                wandb.teardown()
+            self.begin(self._told)
+            self._broken = False
+        try:
+            yield
+        except Exception:
+            self._broken = True
+            raise
 
 
 class MLflow(Tracker):
