@@ -120,6 +120,24 @@ def test_a_resumed_run_goes_on_where_it_went_on_from(store: Store, tmp_path: Pat
     assert curves(store.read("curve.svg")) == {"training": 10, "held-out": 2}
 
 
+def test_a_save_at_the_step_that_was_resumed_keeps_what_came_before(store: Store, tmp_path: Path) -> None:
+    # Given an attempt whose last checkpoint is that of step 5, though its figures reach to step 10
+    lost = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    save(store, lost, 1, [record(step, 9.0) for step in range(1, 6)])
+    save(store, lost, 1, [record(step, 9.0) for step in range(6, 11)])
+    lost.finish(PATIENCE_SECONDS)
+
+    # When the next one evaluates that step and saves it once more, as where the best are kept
+    resumed = CurveWriter(store, "tiny", attempt=2, resumed_at=5)
+    save(store, resumed, 2, [{"step": 5, "evalLoss": 3.0}])
+    save(store, resumed, 2, [record(6, 4.0)])
+    resumed.finish(PATIENCE_SECONDS)
+
+    # Then both are there
+    assert shown_by_tensorboard(store, tmp_path / "loss", "train/loss") == [*((n, 9.0) for n in range(1, 6)), (6, 4.0)]
+    assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(5, 3.0)]
+
+
 def test_a_run_that_starts_anew_after_a_crash_without_checkpoint_shows_the_new_start(
     store: Store, tmp_path: Path
 ) -> None:

@@ -54,6 +54,8 @@ class CurveWriter:
         self._unread: list[bytes] = []
         self._unwritten: list[Scalar] = []
         """What no event file holds yet."""
+        self._together: list[Scalar] = []
+        """Of the attempts before, where it is in one file of this attempt's."""
         self._purge_step: int | None = resumed_at + 1
         self._saves: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="curve", daemon=True)
@@ -97,7 +99,9 @@ class CurveWriter:
             self._unwritten += self._history.add(read_records(self._unread[0]))
             del self._unread[0]
         if self._unwritten:
-            content = event_file(self._unwritten, purge_step=self._purge_step)
+            # A save at the step that was resumed has the name of the file with all before it.
+            before = self._together if step == self._resumed_at else []
+            content = event_file([*before, *self._unwritten], purge_step=self._purge_step)
             self._store.put(events_key(step, self._attempt), content)
             self._unwritten, self._purge_step = [], None
         self._store.put(CURVE_KEY, draw(self._title, curve_lines(self._history)))
@@ -116,6 +120,7 @@ class CurveWriter:
             together = events_key(self._resumed_at, self._attempt)
             if kept:
                 self._store.put(together, event_file(kept, purge_step=None))
+                self._together = kept
             self._store.delete([key for key in earlier if key != together])
         return history
 
