@@ -36,6 +36,7 @@ from .models.lora import add_adapters, stacked_weights, taken_for_experts
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
+from .models.weights import check_tied
 from .prepared import Prepared
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
@@ -62,6 +63,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     if spec.training.router_aux_loss_coefficient:
         check_balances(model.huggingface)
     digest = base_digest(model, path)
+    check_tied(model, path)
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
     if form_of(spec) == "adapter" and spec.quantised == "nf4" and (lost := taken_for_experts(model.huggingface)):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import weights_layout
+from sft_trainer.preparation import prepare_model
+from sft_trainer.reporting import Reporter
+from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
 
@@ -122,6 +126,31 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight' of the model holds NaN or inf"):
         build(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
+def test_a_tied_weight_that_has_values_of_its_own_is_refused(tmp_path: Path, kind: str) -> None:
+    # Given files as safetensors has them: with the tied weight once
+    folder = tmp_path / "model"
+    reference = save_model(kind, folder, tie_word_embeddings=True)
+    document = manifest(tmp_path, tmp_path / "store", data={"maxLength": 16})
+    prepare = partial(prepare_model, resolve(document), Reporter(tmp_path, writes=False), torch.device("cpu"))
+    prepare()
+    tensors = load_file(folder / "model.safetensors")
+    first, second = ("gpt_neox.embed_in", "embed_out") if kind == "gpt_neox" else ("model.embed_tokens", "lm_head")
+
+    # When they have it twice, as those that were made of others, then that is as good
+    tensors[f"{second}.weight"] = tensors[f"{first}.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    prepare()
+
+    # When the head is another tensor, then transformers ties nothing, and nor may a run
+    tensors[f"{second}.weight"][-1, 0] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    again = type(reference).from_pretrained(folder)
+    assert not torch.equal(again.get_output_embeddings().weight, again.get_input_embeddings().weight)
+    with pytest.raises(ModelError, match=rf"says that '{second}\.weight' is '{first}\.weight' \(tie_word_embeddings\)"):
+        prepare()
 
 
 @pytest.mark.parametrize(

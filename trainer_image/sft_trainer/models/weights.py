@@ -18,9 +18,12 @@ from sft_trainer.versions import initialize
 
 from .causal_lm import CausalLM
 from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
+from .tensors import tied_names
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE)
 """Names of dtypes in safetensors files whose numbers mean what they say, or that are read as what they mean."""
+_ROWS = 1024
+"""Of two weights that are compared, at a time."""
 
 
 def weight_files(path: Path) -> dict[str, Path]:
@@ -70,6 +73,35 @@ def weights_layout(boxes: Sequence[Box], names: Names, path: Path) -> list[str]:
     for source in _sources(boxes, names, path):
         dtypes.setdefault(source.box.name, set()).add(source.stored.get_dtype())
     return sorted(f"{box.name} {list(box.shape)} {' '.join(sorted(dtypes[box.name]))}" for box in boxes)
+
+
+def check_tied(model: CausalLM, path: Path) -> None:
+    """Raise ``ModelError`` where files in ``path`` have other values for a weight that the config ties to another one.
+
+    transformers then takes the config for wrong and ties nothing; trained with one of the two it were another model.
+    ``model`` has no adapters yet. Files that have only one of them, or the same values twice, are usual.
+    """
+    huggingface: Any = model.huggingface
+    files = weight_files(path)
+    for second, first in tied_names(huggingface).items():
+        shape = tuple(huggingface.get_parameter(first).shape)
+        here, there = (model.names.parts(name, shape)[0].name for name in (first, second))
+        if here in files and there in files and not _equal(files[here], here, files[there], there):
+            raise ModelError(
+                f"{path}/config.json says that {there!r} is {here!r} (tie_word_embeddings), but the files of weights "
+                "have other values for it: set tie_word_embeddings to false in config.json, or name a model without "
+                f"{there!r}"
+            )
+
+
+def _equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
+    """Whether these two tensors have the same values; of large ones some rows at a time."""
+    with _opened(file) as reader, _opened(other_file) as other_reader:
+        here, there = _slices(reader, name, file), _slices(other_reader, other_name, other_file)
+        if here.get_shape() != there.get_shape():
+            return False
+        blocks = (slice(start, start + _ROWS) for start in range(0, here.get_shape()[0], _ROWS))
+        return all(torch.equal(here[rows].double(), there[rows].double()) for rows in blocks)
 
 
 @dataclass(frozen=True)
