@@ -14,6 +14,7 @@ from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.place import (
     DONE_KEY,
+    ORIGIN_FIELD,
     RUN_KEY,
     Done,
     RecordError,
@@ -132,6 +133,19 @@ def open_place(
         store.put(RUN_KEY, encode_record(mine))
         sleep(SETTLE_SECONDS)
     return _the_same(config, store, mine)
+
+
+def forget_unbegun(config: TrainerConfig, store: Store) -> None:
+    """Take back the record of this run, which ended for its model or data before an attempt was ever claimed here.
+
+    It pins branches of the hub to what was wrong: mended there, it would never be seen. What a checkpoint of another
+    run was chosen for stays as it was.
+    """
+    record = read_own_record(config, store)
+    if record is None or ORIGIN_FIELD in record.revisions:
+        return
+    if Catalog(store).newest_attempt() == 0 and nothing_saved(store):
+        store.delete([RUN_KEY])
 
 
 def check_record(config: TrainerConfig, store: Store) -> None:

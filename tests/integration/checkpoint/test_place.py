@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from sft_api.checkpoints import CheckpointId
-from sft_api.place import RUN_KEY, RunRecord, decode_record
+from sft_api.place import ORIGIN_FIELD, RUN_KEY, RunRecord, decode_record
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.entering import enter
 from sft_trainer.errors import ConfigError, StorageUnavailableError, TrainingError
-from sft_trainer.place import check_record, look, open_place, read_record
+from sft_trainer.place import check_record, forget_unbegun, look, open_place, read_record
 from sft_trainer.reporting import Reporter
 from tests.integration.checkpoint.managers import save, started
 from tests.parity.runs import manifest, resolve
@@ -248,3 +248,18 @@ def test_of_many_that_begin_at_once_all_have_one_record_or_are_refused(store: St
         assert len(goes_on) == 4
     else:
         assert [end.record_id for end in goes_on] == [final.record_id], "exactly one"
+
+
+@pytest.mark.parametrize("begun", ["no", "claimed", "saved", "another run", "from a checkpoint"])
+def test_a_run_that_never_began_takes_back_what_it_pinned(store: Store, begun: str) -> None:
+    # Given a start that ended for a row of its data
+    config = run(store)
+    opened(config, store, **{ORIGIN_FIELD if begun == "from a checkpoint" else "model.uri": "a" * 40})
+    if begun == "claimed":
+        started(store, "second")
+    if begun == "saved":
+        saved(run(store, uid="second"), store, 10)
+
+    # When its supervisor ends it, then its record goes, but not that of another run, or of one that has begun
+    forget_unbegun(run(store, **SEED) if begun == "another run" else config, store)
+    assert (look(config, store) is None) == (begun == "no")

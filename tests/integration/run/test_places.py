@@ -188,3 +188,24 @@ def test_every_later_start_has_the_revision_of_the_first(place: Place, tmp_path:
     log = max((place.store() / "logs").iterdir()).read_text()
     assert f"hf://org/tiny@{'a' * 40} is commit {'a' * 40}" in log
     assert "b" * 40 not in log
+
+
+def test_what_was_wrong_on_the_hub_can_be_mended_there(place: Place, tmp_path: Path) -> None:
+    # Given a run that ended for a row of a data set of the hub, behind those that are looked at first
+    rows = place.inputs.train.read_text().splitlines()[:60]
+    wrong, mended = tmp_path / "wrong", tmp_path / "mended"
+    for folder, lines in ((wrong, [*rows[:40], '{"messages": "hello"}', *rows[40:]]), (mended, rows)):
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    job = place.job(data={"train": [{"uri": "hf://org/rows"}]})
+    with serve_hub({"datasets/org/rows": wrong}, commit="a" * 40) as hub:
+        ended = place.run(job, **hub.environment())
+    assert_refused(ended, 11, "DataError", r"line 41: column 'messages' must be a list")
+
+    # When somebody corrects it there, and starts the run again
+    with serve_hub({"datasets/org/rows": mended}, commit="b" * 40) as hub:
+        after = place.run(job, **hub.environment())
+
+    # Then it is trained on what is there now
+    assert after.code == 0, after.said
+    assert json.loads((place.store() / "run.json").read_text())["revisions"] == {"data.train[0].uri": "b" * 40}

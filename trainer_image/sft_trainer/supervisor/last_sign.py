@@ -1,6 +1,7 @@
 """The word that a run has ended, where its processes could not know it: who starts it as another object need not watch.
 
-A process that fails does not know whether it is started again, and one that is killed says nothing. Index 0 does.
+A process that fails does not know whether it is started again, and one that is killed says nothing. Index 0 does. Where
+the run ended for its model or its data before it claimed an attempt, it takes its record back instead.
 """
 
 import threading
@@ -21,7 +22,8 @@ class LastSign:
         self._thread: threading.Thread | None = None
 
     def begin(self, attempt: int) -> None:
-        """Say that the run failed, whose last attempt this is, unless it has said how it ended."""
+        """Say that the run failed, whose last attempt this is, unless it has said how it ended; 0: it has claimed none,
+        and what it pinned was wrong."""
         self._thread = threading.Thread(target=self._say, args=(attempt,), name="last-sign", daemon=True)
         self._thread.start()
 
@@ -34,9 +36,14 @@ class LastSign:
         # Not at the top: what the store needs is imported by those alone that end so.
         from sft_trainer.alive import say_ended
         from sft_trainer.checkpoint.opening import store_of
+        from sft_trainer.place import forget_unbegun
 
         try:
             config = TrainerConfig.model_validate_json(self._config.read_bytes())
-            say_ended(config, store_of(config), attempt)
+            if attempt:
+                say_ended(config, store_of(config), attempt)
+            else:
+                forget_unbegun(config, store_of(config))
         except Exception as error:  # of whatever kind: the run ends as it does, and who comes next watches for signs
-            self._output.say(f"that the run has ended is not told in its place: {type(error).__name__}: {error}")
+            what = "that the run has ended is not told in its place" if attempt else "the record of the run stays"
+            self._output.say(f"{what}: {type(error).__name__}: {error}")

@@ -44,6 +44,8 @@ LAST_SIGN_SECONDS = 10.0
 """Nor does it wait longer for the word that the run has ended: who comes after it watches for signs of life then."""
 UNKILLABLE_SECONDS = 60.0
 """A process that survives SIGKILL for so long is stuck in the kernel; only another node can help."""
+_OF_SOURCES = (FailureClass.MODEL_ERROR, FailureClass.DATA_ERROR)
+"""What is wrong is where model or data come from."""
 
 
 class Node:
@@ -352,7 +354,8 @@ class Node:
         """End as index 0; ``said``: its workers have left the word in their place that nobody trains there."""
         self._end = group.last_words(end)
         attempt = group.refusals.reached.attempt
-        if self._settings.place and attempt and not said:
+        # Before an attempt was claimed there is nothing to say, but what was pinned may be what is wrong.
+        if self._settings.place and (attempt or end.failure in _OF_SOURCES) and not said:
             self._last_sign.begin(attempt)
 
     def _give_up_on_unkillable(self) -> None:
