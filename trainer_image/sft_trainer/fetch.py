@@ -296,7 +296,7 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
                 ignore_patterns=None if kind == "dataset" else list(_OTHERWISE),
                 token=token,
-                endpoint=os.environ.get("HF_ENDPOINT") or None,
+                endpoint=_endpoint(),
                 tqdm_class=progress_bar(on_progress),
             )
         )
@@ -314,7 +314,7 @@ def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
     from huggingface_hub import HfApi, constants
 
     repository, _, revision = uri.removeprefix("hf://").partition("@")
-    api = HfApi(token=token, endpoint=os.environ.get("HF_ENDPOINT") or None)
+    api = HfApi(token=token, endpoint=_endpoint())
     revision = revision or constants.DEFAULT_REVISION
     asked: dict[str, Any] = {"repo_id": repository, "repo_type": _repository_type(kind), "revision": revision}
     try:
@@ -328,6 +328,11 @@ def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
         log.warning("%s: the hub says no (%s); it is used as it was the last time", uri, error)
     log.info("%s is commit %s", uri, commit)
     return repository, commit
+
+
+def _endpoint() -> str | None:
+    """Of the hub or a mirror, without a last slash: the library puts a path with one behind what it is given."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 def _repository_type(kind: Kind) -> str:
