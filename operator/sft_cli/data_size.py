@@ -21,9 +21,9 @@ def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
     rows, tokens = 0, 0.0
     for source in spec.data.train:
         path = Path(source.uri.removeprefix(_FILE))
-        if bytes_below(path) > SMALL_BYTES:
-            return None
         try:
+            if bytes_below(path) > SMALL_BYTES:
+                return None
             opened = open_path(path, source)
             sample = [len(json.dumps(row, default=str)) for _, row in opened.read(0, min(_SAMPLE, len(opened)))]
         except (DataError, OSError, ImportError):  # sft run says what is wrong; tables need more than the CLI

@@ -1,7 +1,9 @@
 """Rows of local files, folders, prefixes and saved data sets; splits, slices, identity and errors."""
 
+import errno
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSource
-from sft_trainer.data.source_rows import SourceRows, open_path
+from sft_trainer.data.source_rows import SourceRows, bytes_below, open_path
 from sft_trainer.data.text_rows import open_lines
 from sft_trainer.errors import DataError
 
@@ -151,6 +153,43 @@ def test_splits_of_a_folder(tmp_path: Path, names: tuple[str, ...], split: str |
         write_jsonl(tmp_path / name, [{"name": name}])
     rows = open_rows(tmp_path, split=split)
     assert [row["name"] for _, row in rows.read(0, len(rows))] == expected
+
+
+def test_a_folder_is_read_with_the_folders_that_are_linked_there(tmp_path: Path) -> None:
+    # Given a folder with data of its own, a link to a folder elsewhere, and one that leads back
+    write_jsonl(tmp_path / "data" / "a.jsonl", ROWS[:2])
+    write_jsonl(tmp_path / "elsewhere" / "b.jsonl", ROWS[5:7])
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "data")
+
+    # Then all rows are read, each once
+    assert numbers(open_rows(tmp_path / "data")) == [0, 1, 5, 6]
+    sizes = [file.stat().st_size for file in (tmp_path / "data" / "a.jsonl", tmp_path / "elsewhere" / "b.jsonl")]
+    assert bytes_below(tmp_path / "data") == sum(sizes)
+
+    # When what is linked has gone, then nothing is read in place of all
+    (tmp_path / "data" / "c.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(DataError, match=r"c\.jsonl is a link to gone\.jsonl, which is not there"):
+        open_rows(tmp_path / "data")
+
+
+def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS)
+    listed = Path.iterdir
+    closed = ["lost+found", ".trash"]
+
+    def iterdir(path: Path) -> Iterator[Path]:
+        if path.name in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    for name in (*closed, "more"):
+        (tmp_path / name).mkdir()
+    assert numbers(open_rows(tmp_path)) == [*range(10)]
+    closed.append("more")
+    with pytest.raises(DataError, match=r"more cannot be read \(Permission denied\): give user \d+ access"):
+        open_rows(tmp_path)
 
 
 def test_files_that_would_be_left_out_because_others_name_a_split_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -80,8 +81,31 @@ class SourceRows:
 
 def bytes_below(path: Path) -> int:
     """Bytes of the file ``path``, or of all files in that folder."""
-    files = [path] if path.is_file() else path.rglob("*")
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in ([path] if path.is_file() else _files_below(path)))
+
+
+def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """All files in ``folder`` and in the folders below it, also where these are links; ``above`` are those it lies in.
+
+    A link back to one of them is passed over. Raises DataError for what would be left out without a word: a link to
+    nothing, and a folder that may not be read, but for what no data lies in.
+    """
+    real = folder.resolve()
+    if real in above:
+        return
+    try:
+        entries = list(folder.iterdir())
+    except PermissionError as error:
+        if folder.name == "lost+found" or _is_hidden(Path(folder.name)):
+            return
+        raise DataError(f"{folder} cannot be read ({error.strerror}): give user {os.getuid()} access") from error
+    for entry in entries:
+        if entry.is_dir():
+            yield from _files_below(entry, above | {real})
+        elif entry.is_file():
+            yield entry
+        elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not _is_hidden(Path(entry.name)):
+            raise DataError(f"{entry} is a link to {entry.readlink()}, which is not there: restore that, or remove it")
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:
@@ -184,8 +208,8 @@ def find_files(path: Path) -> Files:
         return Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
     if (path / "state.json").is_file():
         return Files({"train": _saved_files(path)})
-    root, files = (path.parent, [path]) if path.is_file() else (path, sorted(path.rglob("*")))
-    return group_files(root, [file.relative_to(root).as_posix() for file in files if file.is_file()])
+    root, files = (path.parent, [path]) if path.is_file() else (path, sorted(_files_below(path)))
+    return group_files(root, [file.relative_to(root).as_posix() for file in files])
 
 
 def group_files(root: Path, names: Sequence[str]) -> Files:
