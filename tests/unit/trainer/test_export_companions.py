@@ -75,6 +75,23 @@ def test_the_model_can_be_built_from_its_export(tmp_path: Path, source: Path, st
     assert build_on_meta(tmp_path / "out").stored_dtype == torch.bfloat16
 
 
+def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path, source: Path) -> None:
+    def written() -> list[Any]:
+        files = companions(build_on_meta(source), source, load_tokenizer(tmp_path), CARD)
+        return [json.loads(files[name]) for name in names]
+
+    # Given a model as Phi-3 is published: of classes of transformers, and with these beside it
+    names = ["config.json", "tokenizer_config.json"]
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    without = written()
+    code = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.Slow", "own.Fast"]}
+    for file in (source / names[0], tmp_path / names[1]):
+        file.write_text(json.dumps({**json.loads(file.read_bytes()), "auto_map": code}))
+
+    # Then its export is what it is without
+    assert written() == without
+
+
 def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) -> None:
     config = resolve(job(Path("/inputs"), Path("/store")))
     metrics = {"loss": 1.25, "evalLoss": None}

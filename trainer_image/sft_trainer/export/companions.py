@@ -43,11 +43,23 @@ def companions(
             huggingface.config.save_pretrained(folder)
         else:
             (folder / EXPORT_ADAPTER_CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
+        for name in (EXPORT_CONFIG, "tokenizer_config.json"):
+            _name_no_code(folder / name)
         (folder / "README.md").write_text(card)
         # Of a tokenizer with several chat templates all but the default one lie in a folder of their own.
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
         last = (EXPORT_CONFIG, EXPORT_ADAPTER_CONFIG)
         return {name: (folder / name).read_bytes() for name in sorted(names, key=lambda name: (name in last, name))}
+
+
+def _name_no_code(file: Path) -> None:
+    """Take out of a config where the model's own code lies: used was that of transformers, and an export has no other.
+
+    Who loads it with trust_remote_code, as servers are often told to, would look for that code and find none.
+    """
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    if config.pop("auto_map", None) is not None:
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _generation_settings(source: Path) -> dict[str, Any]:
