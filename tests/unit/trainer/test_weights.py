@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.models.digest import base_digest
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import weights_layout
 from sft_trainer.preparation import prepare_model
@@ -60,6 +61,16 @@ def index_of_another_model(folder: Path, tensors: dict[str, torch.Tensor]) -> No
     write_shards(folder, tensors, index=dict.fromkeys(tensors, "model-00001-of-00002.safetensors"))
 
 
+def index_of_files_elsewhere(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "../secret.safetensors")}))
+
+
+def index_of_an_absolute_path(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = (folder / "model.safetensors").rename(folder.parent / "secret.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, str(file))}))
+
+
 def index_that_is_none(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / INDEX).write_text("<html>")
 
@@ -81,6 +92,8 @@ def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         (truncated_shard, r"model-00002-of-00002\.safetensors is not a whole safetensors file"),
         (missing_shard, r"incomplete: .* lacks model-00002-of-00002\.safetensors"),
         (index_of_another_model, "does not hold tensor .* as the index says"),
+        (index_of_files_elsewhere, r"names .*secret\.safetensors, which is not in the folder of the model"),
+        (index_of_an_absolute_path, r"names .*secret\.safetensors, which is not in the folder of the model"),
         (index_that_is_none, "is not an index of weights"),
         (quantised, "stored as F8_E4M3: quantised weights cannot be trained"),
         (one_tensor_short, r"lacks 1 of the \d+ tensors of the model, the first is 'model\.norm\.weight'"),
@@ -89,10 +102,11 @@ def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def test_damage_is_found_in_the_headers(
     tmp_path: Path, damage: Callable[[Path, dict[str, torch.Tensor]], None], words: str
 ) -> None:
-    save_model("llama", tmp_path)
-    damage(tmp_path, load_file(tmp_path / "model.safetensors"))
+    folder = tmp_path / "model"
+    save_model("llama", folder)
+    damage(folder, load_file(folder / "model.safetensors"))
     with pytest.raises(ModelError, match=words):
-        check(tmp_path)
+        check(folder)
 
 
 def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
@@ -104,6 +118,29 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
 
     for name, tensor in reference.state_dict().items():
         assert torch.equal(gathered(model.huggingface.state_dict()[name]), tensor), name
+
+
+def test_files_of_one_name_in_several_folders_all_count_for_the_digest(tmp_path: Path) -> None:
+    # Given weights in two files that have their name from their folders
+    save_model("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    folders = {name: "head" if name == "lm_head.weight" else "body" for name in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {n: f"{f}/model.safetensors" for n, f in folders.items()}}))
+
+    def digest() -> str:
+        for folder in ("body", "head"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            held = {name: tensor for name, tensor in tensors.items() if folders[name] == folder}
+            save_file(held, tmp_path / folder / "model.safetensors")
+        return base_digest(build_on_meta(tmp_path), tmp_path)
+
+    # When a tensor of either changes, then it is another model
+    found = {digest()}
+    for name in ("lm_head.weight", "model.norm.weight"):
+        tensors[name] += 1
+        found.add(digest())
+    assert len(found) == 3
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def base_digest(model: CausalLM, path: Path) -> str:
     digest.update(f"names {VERSION}".encode())
     for line in weights_layout(whole_boxes(model), model.names, path):
         digest.update(f"{line}\n".encode())
-    files = sorted({file.name: file for file in weight_files(path).values()}.items())
+    files = sorted({file.relative_to(path).as_posix(): file for file in weight_files(path).values()}.items())
     for name, file in files:
         size = file.stat().st_size
         digest.update(f"{name} {size}".encode())

@@ -29,7 +29,7 @@ _ROWS = 1024
 def weight_files(path: Path) -> dict[str, Path]:
     """File of every tensor of the model in ``path``.
 
-    Raises ``ModelError`` when there are no safetensors files, or fewer than the index names.
+    Raises ``ModelError`` when there are no safetensors files, fewer than the index names, or some elsewhere.
     """
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -37,6 +37,9 @@ def weight_files(path: Path) -> dict[str, Path]:
             files = {name: path / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is not an index of weights ({error!r}): fetch the model again") from error
+        outside = next((file for file in files.values() if not _is_below(path, file)), None)
+        if outside is not None:
+            raise ModelError(f"{index} names {outside}, which is not in the folder of the model: fetch the model again")
         missing = sorted({file.name for file in files.values() if not file.is_file()})
         if missing:
             raise ModelError(f"the model is incomplete: {path} lacks {', '.join(missing)}, named in {index.name}")
@@ -48,6 +51,11 @@ def weight_files(path: Path) -> dict[str, Path]:
         )
     with _opened(single) as reader:
         return dict.fromkeys(reader.keys(), single)
+
+
+def _is_below(folder: Path, file: Path) -> bool:
+    """Whether ``file`` is called as one in ``folder``; the hub library's files are links."""
+    return file.is_relative_to(folder) and ".." not in file.relative_to(folder).parts
 
 
 def load_weights(
