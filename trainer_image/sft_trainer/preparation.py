@@ -36,7 +36,7 @@ from .models.lora import add_adapters, stacked_weights, taken_for_experts
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
-from .models.weights import check_tied
+from .models.weights import check_tied, unread_tensors
 from .prepared import Prepared
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
@@ -64,6 +64,11 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         check_balances(model.huggingface)
     digest = base_digest(model, path)
     check_tied(model, path)
+    if unread := unread_tensors(model, path):
+        reporter.warn(
+            f"of the tensors in {spec.model.uri} {len(unread)} are none of a model of its config.json and not read, "
+            f"the first is {unread[0]!r}: if they belong to it, correct config.json (its number of layers, its biases)"
+        )
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
     if form_of(spec) == "adapter" and spec.quantised == "nf4" and (lost := taken_for_experts(model.huggingface)):

@@ -212,6 +212,11 @@ def model_of_class(model: Any, config: Any, **options: Any) -> Any:
     return type(model)._from_config(config, **options)
 
 
+def passed_over(model: Any) -> list[str]:
+    """Patterns, found anywhere in them, of names that files of the Hugging Face ``model`` may have, and it does not."""
+    return [*(model._keys_to_ignore_on_load_unexpected or ())]
+
+
 def keeps_state(model: Any) -> bool:
     """Whether the Hugging Face ``model`` has a recurrent state, which its authors say of it."""
     return bool(getattr(model, "_is_stateful", False))

@@ -14,7 +14,8 @@ from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.tensors import whole_boxes
-from sft_trainer.models.weights import weights_layout
+from sft_trainer.models.weights import unread_tensors, weights_layout
+from sft_trainer.names.rules import RULES
 from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
@@ -188,6 +189,37 @@ def test_a_tied_weight_that_has_values_of_its_own_is_refused(tmp_path: Path, kin
     assert not torch.equal(again.get_output_embeddings().weight, again.get_input_embeddings().weight)
     with pytest.raises(ModelError, match=rf"says that '{second}\.weight' is '{first}\.weight' \(tie_word_embeddings\)"):
         prepare()
+
+
+def test_tensors_that_the_config_does_not_know_are_told(tmp_path: Path) -> None:
+    # Given files with what old versions wrote beside the weights, which nobody needs
+    folder = tmp_path / "model"
+    save_model("llama", folder, tie_word_embeddings=True, attention_bias=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, folder / "model.safetensors")
+    document = manifest(tmp_path, tmp_path / "store", data={"maxLength": 16})
+    reporter = Reporter(tmp_path, writes=True)
+    prepare = partial(prepare_model, resolve(document), reporter, torch.device("cpu"))
+    prepare()
+    assert not reporter.progress.warnings
+
+    # When the config says that there are no biases
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": False}))
+    prepare()
+
+    # Then it is told that those in the files are not read
+    (warning,) = reporter.progress.warnings
+    first = "model.layers.0.self_attn.k_proj.bias"
+    assert f"8 are none of a model of its config.json and not read, the first is '{first}'" in warning
+
+
+@pytest.mark.parametrize("kind", sorted(RULES))
+def test_all_tensors_of_an_architecture_are_known(tmp_path: Path, kind: str) -> None:
+    save_model(kind, tmp_path)
+    assert unread_tensors(build_on_meta(tmp_path), tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ import torch
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
 from sft_trainer.names.canonical import Names
-from sft_trainer.versions import initialize
+from sft_trainer.versions import initialize, passed_over
 
 from .causal_lm import CausalLM
 from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
-from .tensors import tied_names
+from .tensors import tied_names, whole_boxes
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE)
 """Names of dtypes in safetensors files whose numbers mean what they say, or that are read as what they mean."""
@@ -100,6 +101,26 @@ def check_tied(model: CausalLM, path: Path) -> None:
                 "have other values for it: set tie_word_embeddings to false in config.json, or name a model without "
                 f"{there!r}"
             )
+
+
+def unread_tensors(model: CausalLM, path: Path) -> list[str]:
+    """Names of the tensors in ``path`` that no part of ``model`` is filled from, though it should know them all.
+
+    Not among them are second names of tied weights, buffers that are computed, and what its authors say is passed over.
+    ``model`` has no adapters yet.
+    """
+    huggingface: Any = model.huggingface
+    files, names = weight_files(path), model.names
+    wanted = {tensor.name for box in whole_boxes(model) for tensor in names.hub(box.name, box.shape)}
+    read = {stored for name in wanted for stored in _stored_names(name, names, files)}
+    tied = {names.parts(name, (1,))[0].name for name in tied_names(huggingface)}
+    computed = {name.rpartition(".")[2] for name, _ in huggingface.named_non_persistent_buffers()}
+    patterns = passed_over(huggingface)
+    return sorted(
+        name
+        for name in files.keys() - read - tied
+        if name.rpartition(".")[2] not in computed and not any(re.search(pattern, name) for pattern in patterns)
+    )
 
 
 def _equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
