@@ -49,9 +49,9 @@ OnProgress = Callable[[int], None]
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
 _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-# The same weights under other names (gpt-oss, Llama), and models that a run exported on its way to this one: each is as
-# large again.
-_OTHERWISE = ("original/*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
+# The same weights under other names (gpt-oss, Llama; Mistral), and models that a run exported on its way to this one:
+# each is as large again.
+_OTHERWISE = ("original/*.safetensors", "consolidated*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 

@@ -47,7 +47,8 @@ def model_uri(s3_store: S3Store) -> str:
     for name, data in MODEL.items():
         s3_store.put(f"models/tiny/{name}", data)
     s3_store.put("models/tiny-other/config.json", b"not this one")
-    s3_store.put("models/tiny/original/model.safetensors", b"the same weights again")
+    for name in ("original/model.safetensors", "consolidated.safetensors"):
+        s3_store.put(f"models/tiny/{name}", b"the same weights again")
     for name in ("config.json", "model.safetensors"):
         s3_store.put(f"models/tiny/step-00001000/{name}", b"of a model that was exported on the way to this one")
     return f"{s3_store.uri}/models/tiny"
@@ -248,6 +249,7 @@ HUB_FILES = {
     **MODEL,
     "README.md": b"card",
     "original/model.safetensors": b"the same weights again",
+    "consolidated-00001-of-00002.safetensors": b"the same weights again",
     "step-00001000/config.json": b"{}",
     "step-00001000/model.safetensors": b"a model that was exported on the way to this one",
 }

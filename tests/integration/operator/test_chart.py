@@ -425,7 +425,9 @@ def test_it_installs_and_its_pods_meet_the_restricted_standard(server: Cluster) 
     server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": labels}})
     access = (f"--kubeconfig={server.kubeconfig}", f"--namespace={namespace}")
     try:
-        done = helm("install", "second.one", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p")
+        done = helm(
+            "install", "second.one", str(CHART), *access, "--set=crds.install=false", "--set=store.uri=s3://b/p"
+        )
         assert done.returncode == 0, done.stderr
         server.kubectl(
             "wait",

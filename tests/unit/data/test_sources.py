@@ -184,8 +184,9 @@ def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, monkeypat
         return listed(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    for name in (*closed, "more"):
-        (tmp_path / name).mkdir()
+    for name in (*closed, "more", ".hidden/below"):
+        (tmp_path / name).mkdir(parents=True)
+    closed.append("below")
     assert numbers(open_rows(tmp_path)) == [*range(10)]
     closed.append("more")
     with pytest.raises(DataError, match=r"more cannot be read \(Permission denied\): give user \d+ access"):

@@ -84,7 +84,7 @@ def bytes_below(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else _files_below(path)))
 
 
-def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def _files_below(folder: Path, above: frozenset[Path] = frozenset(), *, hidden: bool = False) -> Iterator[Path]:
     """All files in ``folder`` and in the folders below it, also where these are links; ``above`` are those it lies in.
 
     A link back to one of them is passed over. Raises DataError for what would be left out without a word: a link to
@@ -96,15 +96,16 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
     try:
         entries = list(folder.iterdir())
     except PermissionError as error:
-        if folder.name == "lost+found" or _is_hidden(Path(folder.name)):
+        if hidden or folder.name == "lost+found":
             return
         raise DataError(f"{folder} cannot be read ({error.strerror}): give user {os.getuid()} access") from error
     for entry in entries:
+        hides = hidden or _is_hidden(Path(entry.name))
         if entry.is_dir():
-            yield from _files_below(entry, above | {real})
+            yield from _files_below(entry, above | {real}, hidden=hides)
         elif entry.is_file():
             yield entry
-        elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not _is_hidden(Path(entry.name)):
+        elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not hides:
             raise DataError(f"{entry} is a link to {entry.readlink()}, which is not there: restore that, or remove it")
 
 
