@@ -7,6 +7,8 @@ import torch
 
 VOCABULARY = 251
 """Of no even size: rows of no token under tensor parallelism."""
+PADDING = 190
+"""That some models name, and that the bins of most steps have: an embedding learns nothing by it."""
 
 
 def save_models(folder: Path) -> None:
@@ -29,12 +31,16 @@ def save_models(folder: Path) -> None:
     configs = {
         "qwen3": transformers.Qwen3Config(**common, head_dim=16),
         "qwen3_deep": transformers.Qwen3Config(**common | {"num_hidden_layers": 8}, head_dim=16),
-        "qwen3_tied": transformers.Qwen3Config(**common | {"tie_word_embeddings": True}, head_dim=16),
+        "qwen3_tied": transformers.Qwen3Config(
+            **common | {"tie_word_embeddings": True}, head_dim=16, pad_token_id=PADDING
+        ),
         "qwen3_window": transformers.Qwen3Config(
             **common, head_dim=16, use_sliding_window=True, sliding_window=8, max_window_layers=3
         ),
         # A field that models of this type do not read.
-        "llama": transformers.LlamaConfig(**common, rope_parameters=scaled | bends, sliding_window=8),
+        "llama": transformers.LlamaConfig(
+            **common, rope_parameters=scaled | bends, sliding_window=8, pad_token_id=PADDING
+        ),
         "qwen2_tied": transformers.Qwen2Config(**common | {"tie_word_embeddings": True}),
         "mistral": transformers.MistralConfig(**common, head_dim=16, sliding_window=16),
         "qwen3_moe": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=True),
@@ -52,4 +58,7 @@ def save_models(folder: Path) -> None:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:
                     parameter.mul_(4)
+            if config.pad_token_id is not None:
+                # transformers makes it zeros, which it is in few models that are published.
+                model.get_input_embeddings().weight[PADDING].normal_(std=0.08)
         model.save_pretrained(folder / name)

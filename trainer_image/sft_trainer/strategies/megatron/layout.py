@@ -48,6 +48,8 @@ class Sizes:
     head_size: int
     vocabulary: int
     tied: bool
+    padding: int | None = None
+    """Token by which transformers' embedding learns nothing: a tied head does."""
     experts: int = 0
     ends: tuple[int | None, int | None] = (None, None)
     """Layers of the first and of the last of several stages; None: as many as the others have."""
@@ -59,7 +61,7 @@ class Sizes:
         """Raises ``ConfigError`` for an architecture without rules."""
         if config.model_type not in FAMILIES:
             raise ConfigError(unknown_model(repr(config.model_type)))
-        experts = FAMILIES[config.model_type].experts
+        experts, padding = FAMILIES[config.model_type].experts, getattr(config, "pad_token_id", None)
         return cls(
             kind=config.model_type,
             layers=config.num_hidden_layers,
@@ -70,6 +72,8 @@ class Sizes:
             head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             vocabulary=config.vocab_size,
             tied=config.tie_word_embeddings,
+            # Counted from the end where it is negative.
+            padding=None if padding is None else padding % config.vocab_size,
             experts=config.num_experts if experts else 0,
             ends=ends_of(megatron) if megatron else (None, None),
             chunks=megatron.virtual_pipeline_parallel_degree if megatron else 1,

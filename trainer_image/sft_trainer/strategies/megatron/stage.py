@@ -37,6 +37,8 @@ class Stage(torch.nn.Module):
         # Names that the schedule asks for.
         self.config, self.model_type = config, ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = sizes.tied
+        self._padding = sizes.padding
+        self._part = (topology.place("tensor"), topology.tensor) if config.sequence_parallel else (0, 1)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         stage, chunks = topology.place("pipeline"), own_layers(sizes, topology)
         self._begins = stage == chunk == 0
@@ -86,6 +88,11 @@ class Stage(torch.nn.Module):
             hidden = self.embedding(input_ids.unsqueeze(0))
             if not self.config.sequence_parallel:
                 hidden = hidden.transpose(0, 1).contiguous()
+            if self._padding is not None:
+                # As transformers' embedding, which Megatron's is not told of: its row has no gradient from here.
+                place, parts = self._part
+                learns = (input_ids != self._padding).chunk(parts)[place]
+                hidden = torch.where(learns[:, None, None], hidden, hidden.detach())
         for forward in self._forwards:
             hidden, _ = forward(hidden, attention_mask=None, packed_seq_params=documents)
         if not self._ends:
