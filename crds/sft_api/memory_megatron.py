@@ -192,6 +192,9 @@ def changes(
 
 def _possible(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, field: str, degree: int) -> bool:
     """Whether processes and model can be shared out so; over one node at most, where matrices or tokens are."""
+    # Degrees have rules among themselves, by which a strategy that breaks one cannot even be made.
+    if not all(rule.check(_wider(spec, field, degree)) for rule in MegatronSpec.rules):
+        return False
     spec, plan = _spread(spec, plan, field, degree)
     megatron = megatron_of(spec)
     here = spec.compute.effective_processes_per_node
@@ -206,8 +209,7 @@ def _possible(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, fiel
 
 
 def _spread(spec: SFTJobSpec, plan: PlanStatus, field: str, degree: int) -> tuple[SFTJobSpec, PlanStatus]:
-    given = field.replace("sequence", "context")
-    megatron = (megatron_of(spec) or MegatronSpec()).model_copy(update={f"{given}_degree": degree})
+    megatron = _wider(spec, field, degree)
     shares = max(1, plan.processes // megatron.with_the_same_data)
     changed = plan.model_copy(update={field: degree, "data_parallel": shares})
     if plan.gradient_accumulation is not None:
@@ -215,6 +217,12 @@ def _spread(spec: SFTJobSpec, plan: PlanStatus, field: str, degree: int) -> tupl
         micro_batches = -(-plan.gradient_accumulation * plan.data_parallel // shares)
         changed = changed.model_copy(update={"gradient_accumulation": micro_batches})
     return spec.model_copy(update={"strategy": StrategySpec(megatron=megatron)}), changed
+
+
+def _wider(spec: SFTJobSpec, field: str, degree: int) -> MegatronSpec:
+    """``strategy.megatron`` with ``degree`` for that of ``field`` of a plan, which may be one that no rule allows."""
+    given = field.replace("sequence", "context")
+    return (megatron_of(spec) or MegatronSpec()).model_copy(update={f"{given}_degree": degree})
 
 
 def _share(spec: SFTJobSpec, plan: PlanStatus) -> float:

@@ -316,6 +316,14 @@ def test_of_a_mixture_experts_can_be_spread_further() -> None:
     assert "strategy.megatron.expertParallelDegree: 16 (" in refused
 
 
+def test_degrees_that_no_rule_allows_together_are_no_remedy() -> None:
+    """Experts under tensorParallelDegree share tokens; that they do not is allowed without it, and says nothing."""
+    refused = verdict(spec(EXPERTS, expertParallelDegree=2, sequenceParallel=False)).refused
+
+    assert "strategy.megatron.tensorParallelDegree" not in refused
+    assert "strategy.megatron.expertParallelDegree: 8 (" in refused
+
+
 def test_matrices_are_never_proposed_to_be_spread_over_nodes() -> None:
     refused = verdict(spec("meta-llama/Llama-3.1-70B", nodes=8, tensorParallelDegree=8)).refused
 
