@@ -26,8 +26,16 @@ MISSING = (
 _FIELD = "strategy.megatron"
 ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 """Of ``transformerConfigOverrides``: how many layers the first and the last stage have."""
-_USUAL = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
-"""Fields of a config by which a model gets other tensors than its type is known for, and their values where not."""
+_BIAS, _EXPERTS = {"attention_bias": False}, {"mlp_only_layers": [], "decoder_sparse_step": 1}
+_USUAL: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_BIAS, "mlp_bias": False},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": _BIAS,
+    "qwen3_moe": {**_BIAS, **_EXPERTS},
+}
+"""By type of ``MODELS``, fields of a config that its models read and by which they get other tensors than it is known
+for, and their values where not: Qwen 2 has biases whatever a config says of them, and Mistral none."""
 ENOUGH_A_STAGE = 4
 """Micro-batches of a step: with fewer its stages wait for long until all have one, and until all are done."""
 
@@ -67,7 +75,7 @@ def config_problem(config: Mapping[str, Any]) -> str:
     """Why there are no rules for the weights of a model with this config.json, and what to change; else empty."""
     if (kind := config.get("model_type")) not in MODELS:
         return unknown_model(f"a model of type {kind!r}")
-    other = {name: value for name, usual in _USUAL.items() if (value := config.get(name) or usual) != usual}
+    other = {name: value for name, usual in _USUAL[kind].items() if (value := config.get(name) or usual) != usual}
     return no_rules_for(_in_words(dict([*other.items()][:1]))) if other else ""
 
 

@@ -226,6 +226,8 @@ _SIZES = (
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 """Of these sizes those that follow from others where a config does not say them."""
+_WITHOUT_BIASES = ("mistral", "mixtral", "phi3")
+"""Types of models that have none in attention whatever a config says: they do not read attention_bias."""
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
@@ -249,6 +251,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         if not experts or not chosen or _dense_blocks(config):
             return None
     bias, tied = config.get("attention_bias", family.biased), config.get("tie_word_embeddings")
+    if config.get("model_type") in _WITHOUT_BIASES:
+        bias = False
     own = family.attention_bias  # of families whose config has no such field
     return ModelShape(
         family=family,

@@ -16,6 +16,14 @@ from sft_cli.validate import verdict_on
 
 from .jobs import job, manifest
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+}
+
 
 @pytest.mark.parametrize(
     ("config", "words"),
@@ -24,6 +32,9 @@ from .jobs import job, manifest
         ({"model_type": "llama", "mlp_bias": True}, "a model with mlp_bias: true in its config.json: choose strategy"),
         ({"model_type": ["llama"]}, "of a model of type ['llama']"),
         ({"model_type": "qwen3", "mlp_bias": False}, ""),
+        # Fields that models of the type do not read.
+        ({"model_type": "qwen2", "attention_bias": True, "mlp_bias": True}, ""),
+        ({"model_type": "mistral", "attention_bias": True, **SIZES}, ""),
         ({}, ""),
     ],
 )

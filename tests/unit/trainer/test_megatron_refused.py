@@ -77,7 +77,14 @@ def test_models_that_it_cannot_spread_are_refused(tmp_path: Path, options: dict[
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"megatron": SPLIT}, {"kind": "qwen3_moe", "megatron": MegatronSpec(tensor_parallel_degree=2)}],
+    [
+        {},
+        {"megatron": SPLIT},
+        {"kind": "qwen3_moe", "megatron": MegatronSpec(tensor_parallel_degree=2)},
+        # Fields that models of the type do not read.
+        {"kind": "qwen2", "model": {"attention_bias": True, "mlp_bias": True}},
+        {"kind": "mistral", "model": {"attention_bias": True}},
+    ],
 )
 def test_other_jobs_are_not(tmp_path: Path, options: dict[str, Any]) -> None:
     refuse(tmp_path, **options)
