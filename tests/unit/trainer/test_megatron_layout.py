@@ -15,6 +15,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.loss import PRODUCTS
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import whole_boxes
+from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
 from sft_trainer.strategies.megatron.layout import (
     Sizes,
     check,
@@ -26,6 +27,7 @@ from sft_trainer.strategies.megatron.layout import (
     stage_boxes,
 )
 from sft_trainer.topology import Topology
+from tests.unit.trainer.test_optim import spec
 
 COMMON: dict[str, Any] = {
     "hidden_size": 16,
@@ -224,3 +226,26 @@ def test_a_vocabulary_that_leaves_a_process_without_tokens_is_refused() -> None:
     config = transformers.LlamaConfig(**COMMON | {"vocab_size": 6})
     with pytest.raises(ConfigError, match="none of the 6 tokens"):
         check(Sizes.of(config), MegatronSpec(tensor_parallel_degree=4))
+
+
+def test_a_process_that_updates_no_row_has_an_optimizer_as_the_others_have() -> None:
+    """Of five that have the same ones, two rows each of eight, or one of four: the last one has none of any."""
+    from sft_trainer.strategies.megatron.held import Held, updated
+
+    sizes = Sizes("llama", 1, width=4, inner=2, heads=2, groups=1, head_size=2, vocabulary=8, tied=True)
+    for topology in topologies(1, 1, 5, 1, 1):
+        shapes = parameter_shapes(sizes, topology)
+        held = [Held(name, torch.nn.Parameter(torch.ones(shape)), topology, sizes) for name, shape in shapes.items()]
+        rows = dict(updated(held))
+        assert any(each.numel() for each in rows.values()) == (topology.rank < 4)
+
+        optimizer = build_optimizer(rows.items(), spec(), 1e-3)
+        set_updates(optimizer, 6)
+        for each in held:
+            each.hand_over()
+        update(optimizer, 1e-3, torch.zeros(()))
+
+        assert updates(optimizer) == 7
+        kinds = {name: moments(optimizer)[each]["exp_avg"] for name, each in rows.items()}
+        boxes = stage_boxes(kinds, "exp_avg", sizes, topology, Writers(topology))
+        assert bool(boxes) == (topology.rank < 4)

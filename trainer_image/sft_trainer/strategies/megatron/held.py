@@ -68,5 +68,9 @@ class Held:
 
 
 def updated(held: list[Held]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Name and rows of what this process updates; it has none of a parameter with fewer rows than processes."""
-    return ((each.name, each.rows) for each in held if each.rows.numel())
+    """Name and rows of what this process updates; it has none of a parameter with fewer rows than processes.
+
+    Of one that has none of any, the last of very many, no rows of the first: an optimizer has to have something.
+    """
+    some = [each for each in held if each.rows.numel()] or held[:1]
+    return ((each.name, each.rows) for each in some)
