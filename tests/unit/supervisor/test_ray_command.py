@@ -72,6 +72,13 @@ def test_what_guards_ray_is_not_the_users_to_change() -> None:
     assert lasting["RAY_health_check_timeout_ms"] == "1000"
 
 
+def test_below_uv_run_ray_packs_no_folder_and_starts_no_uv() -> None:
+    lasting = lasting_environment(SETTINGS, {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1"}, home=FILES.parent)
+    users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
+
+    assert lasting["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == users["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
+
+
 def test_how_long_ray_waits_is_the_users_to_say() -> None:
     usual = lasting_environment(SETTINGS, {}, home=FILES.parent)
     given = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "900", "RAY_worker_register_timeout_seconds": "30"}

@@ -18,6 +18,14 @@ STARTS_SECONDS = 60.0
 RAYLET = "sft_trainer.on_ray.raylet"
 DRIVER = "sft_trainer.on_ray.driver"
 FORKS = "sft_trainer.on_ray.forks"
+_OWN_CLUSTER = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Below ``uv run`` Ray would pack the current folder for its workers, with all that lies in it, and start them by
+    # uv: they run in this very environment.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}
+"""What nobody else says of the job's own Ray, for its processes and for those that join it."""
 
 
 def own_address(settings: Settings) -> str:
@@ -88,8 +96,7 @@ def lasting_environment(settings: Settings, inherited: Mapping[str, str], *, hom
         # GPUs are divided by rank, by the supervisor: which rank a Ray worker stands for is read from those of the pod.
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
         "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_USAGE_STATS_ENABLED": "0",
+        **_OWN_CLUSTER,
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
         "SFT_RUN_DIR": str(settings.run_dir),
@@ -133,10 +140,9 @@ def ray_environment(settings: Settings, lasting: Mapping[str, str], head: RayHea
 def user_environment(settings: Settings, head: RayHead, *, head_address: str, files: Path) -> dict[str, str]:
     """With which ``ray.init()`` of a callback joins the job's Ray."""
     return {
+        **_OWN_CLUSTER,
         "RAY_ADDRESS": _with_port(head_address if settings.node else own_address(settings), head.port),
-        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file(files)),
-        "RAY_USAGE_STATS_ENABLED": "0",
     }
 
 
