@@ -79,6 +79,15 @@ def test_below_uv_run_ray_packs_no_folder_and_starts_no_uv() -> None:
     assert lasting["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == users["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
 
 
+def test_what_another_ray_says_of_its_job_is_nothing_to_the_jobs_own() -> None:
+    given = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}'}
+
+    lasting = lasting_environment(SETTINGS, given, home=FILES.parent)
+    users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
+
+    assert lasting["RAY_JOB_CONFIG_JSON_ENV_VAR"] == users["RAY_JOB_CONFIG_JSON_ENV_VAR"] == "{}"
+
+
 def test_how_long_ray_waits_is_the_users_to_say() -> None:
     usual = lasting_environment(SETTINGS, {}, home=FILES.parent)
     given = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "900", "RAY_worker_register_timeout_seconds": "30"}
