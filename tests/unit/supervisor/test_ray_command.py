@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from sft_trainer.supervisor.ray_command import (
     place_seconds,
     ray_environment,
     raylet_command,
+    token_file,
     user_environment,
 )
 
@@ -64,11 +68,18 @@ def test_the_secret_is_in_a_file_alone() -> None:
 
 
 def test_what_guards_ray_is_not_the_users_to_change() -> None:
-    given = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "1", "RAY_health_check_timeout_ms": "1000"}
+    given = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_TOKEN": "known-to-whoever-reads-the-job",
+        "RAY_USAGE_STATS_ENABLED": "1",
+        "RAY_health_check_timeout_ms": "1000",
+    }
 
     lasting = lasting_environment(SETTINGS, given, home=FILES.parent)
+    users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
 
     assert (lasting["RAY_AUTH_MODE"], lasting["RAY_USAGE_STATS_ENABLED"]) == ("token", "0")
+    assert lasting["RAY_AUTH_TOKEN"] == users["RAY_AUTH_TOKEN"] == ""
     assert lasting["RAY_health_check_timeout_ms"] == "1000"
 
 
@@ -86,6 +97,17 @@ def test_what_another_ray_says_of_its_job_is_nothing_to_the_jobs_own() -> None:
     users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
 
     assert lasting["RAY_JOB_CONFIG_JSON_ENV_VAR"] == users["RAY_JOB_CONFIG_JSON_ENV_VAR"] == "{}"
+
+
+def test_ray_reads_the_token_of_the_generation_although_the_shell_has_one(tmp_path: Path) -> None:
+    token_file(tmp_path).write_text(HEAD.token)
+    lasting = lasting_environment(SETTINGS, {**os.environ, "RAY_AUTH_TOKEN": "of-the-shell"}, home=tmp_path)
+    environment = ray_environment(SETTINGS, lasting, HEAD, files=tmp_path)
+    read = "from ray._raylet import AuthenticationTokenLoader as L; print(L.instance().get_raw_token())"
+
+    said = subprocess.run([sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True)
+
+    assert said.stdout.strip() == HEAD.token
 
 
 def test_how_long_ray_waits_is_the_users_to_say() -> None:

@@ -20,6 +20,9 @@ DRIVER = "sft_trainer.on_ray.driver"
 FORKS = "sft_trainer.on_ray.forks"
 _OWN_CLUSTER = {
     "RAY_AUTH_MODE": "token",
+    # Ray would rather take this one, of the user's shell or of compute.env, than that of the file, which is of one
+    # generation alone.
+    "RAY_AUTH_TOKEN": "",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Below ``uv run`` Ray would pack the current folder for its workers, with all that lies in it, and start them by
     # uv: they run in this very environment.
