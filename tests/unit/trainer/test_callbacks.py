@@ -1,6 +1,9 @@
 """Callbacks of users: found and made, told what happens, heard; what goes wrong with them is said in words."""
 
+import ast
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1 import CallbackSpec, SFTJob
 from sft_api.v1alpha1.status import CheckpointStatus
+from sft_trainer.callbacks import Callback
 from sft_trainer.callbacks.loading import find
 from sft_trainer.callbacks.telling import Callbacks
 from sft_trainer.check import check
@@ -251,3 +255,22 @@ def test_other_processes_are_told_of_no_checkpoint_and_may_ask_all_the_same(tmp_
     assert diary(tmp_path)[0][-2:] == [2, False]
     callbacks.on_step(step_done(3, figures=Figures(3)), control)
     assert control.asks(Request.FINISH)
+
+
+def test_callbacks_of_the_documentation_take_what_they_are_told() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    blocks = [
+        block for page in docs.rglob("*.md") for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    ]
+    found = [
+        node
+        for block in blocks
+        if "(Callback)" in block
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("on_")
+    ]
+
+    assert found
+    for method in found:
+        expected = list(inspect.signature(getattr(Callback, method.name)).parameters)
+        assert [argument.arg for argument in method.args.args][: len(expected)] == expected
