@@ -1,13 +1,13 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
 import hashlib
-import importlib.util
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from sft_api import ray
 from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
 from sft_api.megatron import MISSING, is_installed
@@ -51,13 +51,14 @@ class LocalRun:
 
 
 def with_launcher(job: SFTJob, launcher: str | None) -> SFTJob:
-    """``job`` with another ``launcher`` than the manifest's, if one is given. Raises UserError where Ray is missing."""
+    """``job`` with another ``launcher`` than the manifest's, if one is given. Raises UserError where Ray is missing, or
+    is one that cannot be used."""
     if launcher is not None:
         spec = job.spec.model_copy(update={"compute": job.spec.compute.model_copy(update={"launcher": launcher})})
         job = job.model_copy(update={"spec": spec})
-    if job.spec.compute.launcher == "ray" and importlib.util.find_spec("ray") is None:
+    if job.spec.compute.launcher == "ray" and (missing := ray.what_is_missing()):
         raise UserError(
-            "spec.compute.launcher is ray, and Ray is not installed here: pip install 'ray[train]==2.60.0', or add "
+            f"spec.compute.launcher is ray, and here {missing}: pip install 'ray[train]==2.60.0', or add "
             "--launcher supervisor, with which the numbers are the same"
         )
     return job

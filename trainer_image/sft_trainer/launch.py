@@ -28,6 +28,7 @@ from pathlib import Path  # noqa: E402
 
 from pydantic import ValidationError  # noqa: E402
 
+from sft_api import ray  # noqa: E402
 from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.megatron import MISSING, is_installed  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, Incident, TerminationMessage  # noqa: E402
@@ -98,10 +99,10 @@ def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
         raise ValueError(f"--node-rank {options.node_rank} (JOB_COMPLETION_INDEX) must be from 0 to {nodes - 1}")
     if options.node_rank > 0 and not options.coordinator:
         raise ValueError("--coordinator (SFT_COORDINATOR) must name the host of index 0 when there are several nodes")
-    if compute.launcher == "ray" and importlib.util.find_spec("ray") is None:
+    if compute.launcher == "ray" and (missing := ray.what_is_missing()):
         raise ValueError(
-            "compute.launcher is ray, and this image has no Ray: take the trainer image as it is built here, install "
-            "ray[train] in your own, or leave compute.launcher out"
+            f"compute.launcher is ray, and in this image {missing}: take the trainer image as it is built here, "
+            "install ray[train]==2.60.0 in your own, or leave compute.launcher out"
         )
     megatron = megatron_of(config.spec)
     if megatron is not None and not is_installed():

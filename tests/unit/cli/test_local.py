@@ -320,6 +320,6 @@ def test_another_launcher_can_be_asked_for() -> None:
 def test_ray_that_is_not_installed_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
 
-    with pytest.raises(UserError, match="Ray is not installed here"):
+    with pytest.raises(UserError, match="here Ray is not installed: pip install"):
         with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), None)
     assert with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), "supervisor")

@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import signal
 import sys
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from sft_api import ray
 from sft_api.megatron import MISSING
 from sft_api.progress import TerminationMessage
 from sft_trainer import launch
@@ -27,6 +30,37 @@ def test_an_image_without_megatron_ends_a_job_that_needs_it(monkeypatch: pytest.
 
     end = json.loads((tmp_path / "end.json").read_text())
     assert (code, end["failure"], end["message"]) == (10, "ConfigError", MISSING)
+
+
+@pytest.mark.parametrize(
+    ("version", "missing", "said"),
+    [
+        ("2.60.0", "ray", "Ray is not installed"),
+        ("2.60.0", "pandas", "Ray is installed without what ray.train needs (pandas)"),
+        ("2.51.1", "", "Ray 2.51.1 is installed, which is older than 2.60"),
+    ],
+)
+def test_an_image_whose_ray_cannot_be_used_ends_a_job_that_asks_for_it(
+    version: str, missing: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With one that knows no token everybody who reaches its ports would run code."""
+    find_spec = importlib.util.find_spec
+    asked = resolve(manifest(tmp_path, tmp_path / "store", compute={"launcher": "ray", "gpusPerNode": 0}))
+    (tmp_path / "config.json").write_text(asked.model_dump_json(exclude_none=True))
+    monkeypatch.setenv("SFT_TERMINATION_LOG", str(tmp_path / "end.json"))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name))
+    monkeypatch.setattr(launch, "Node", None)  # nothing is started
+
+    code = launch.main(["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run")])
+
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert (code, end["failure"]) == (10, "ConfigError")
+    assert f"in this image {said}: take" in end["message"]
+
+
+def test_what_is_installed_for_these_tests_can_be_used() -> None:
+    assert ray.what_is_missing() == ""
 
 
 def test_no_thread_collects_the_loop_of_a_supervisor_that_has_ended(
