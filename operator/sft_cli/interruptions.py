@@ -9,7 +9,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interruptions:
-    """While entered, SIGINT, SIGTERM and SIGHUP only count. What the caller had ignored (nohup) stays ignored."""
+    """While entered, SIGINT, SIGTERM and SIGHUP only count. What the caller had ignored (nohup) stays ignored.
+
+    After the first of any only SIGINT does: a person asks again by Ctrl-C, but what ends a session sends SIGTERM and
+    SIGHUP one after the other.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -17,7 +21,8 @@ class Interruptions:
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.count += 1
+        if number == signal.SIGINT or self.count == 0:
+            self.count += 1
         if number == signal.SIGHUP:
             self._forget_terminal()
 

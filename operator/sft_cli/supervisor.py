@@ -65,6 +65,7 @@ class Supervisor:
     ) -> None:
         """Start it. It holds the file descriptors ``inherited`` open for as long as it lives."""
         self._grace_seconds = grace_seconds
+        self._interrupted = False
         adopt_orphans()
         self._not_ours = set(children())
         self._port = port
@@ -139,7 +140,10 @@ class Supervisor:
 
     def interrupt(self) -> None:
         """Ask it to save and leave; the second time it kills its workers."""
-        self._process.send_signal(signal.SIGINT)
+        # Whoever ends all processes of a machine, a service or a batch job has asked it already, and SIGINT that comes
+        # second kills.
+        self._process.send_signal(signal.SIGINT if self._interrupted else signal.SIGTERM)
+        self._interrupted = True
 
     def kill(self) -> None:
         """End it now; the workers die with it."""

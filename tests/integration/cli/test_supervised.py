@@ -416,6 +416,26 @@ def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
     assert status_of(out).steps_at_risk == 0
 
 
+def test_the_end_of_all_processes_of_a_session_saves_too(runs: Runs) -> None:
+    """As an init system or a batch system ends them: by SIGTERM to each, then SIGHUP."""
+    runs.write(training={"steps": 10_000})
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    process = runs.start("--processes", "1", seconds=1.5)
+    signal.signal(signal.SIGHUP, before)
+    runs.wait_for_step(1)
+
+    for pid in sorted({process.pid, *runs.processes()}):
+        os.kill(pid, signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    code, out, err = runs.finish(process)
+
+    assert code == 30, err
+    status = status_of(out)
+    assert status.checkpoints is not None
+    assert status.checkpoints.latest is not None, err
+    assert status.steps_at_risk == 0
+
+
 def test_a_terminal_shows_one_line_in_place_of_any_width(runs: Runs) -> None:
     runs.write(training={"steps": 100_000})
     terminal = Terminal(columns=60)
