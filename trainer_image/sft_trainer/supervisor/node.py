@@ -221,7 +221,8 @@ class Node:
         failures = [classify(end, memory_ran_out=memory_ran_out) for end in workers.ends]
         found = [failure for failure in failures if failure is not None]
         forming = self._activities is None or self._activities.before_training
-        self._starts.note(ended, workers, memory_ran_out=memory_ran_out, forming=forming)
+        stopping = self._stop_since is not None
+        self._starts.note(ended, workers, memory_ran_out=memory_ran_out, forming=forming, stopping=stopping)
         self._failures = [*found, *self._starts.failures]
         if self._failures and self._first_failure is None:
             self._first_failure = time.monotonic()

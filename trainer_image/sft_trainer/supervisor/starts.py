@@ -81,9 +81,20 @@ class Starts:
                 return
             self._started.add(local_rank)
 
-    def note(self, ended: Mapping[int, int], workers: Workers | None, *, memory_ran_out: bool, forming: bool) -> None:
-        """Take in what was reaped. ``workers`` are those that run, if any; ``forming``: none of them trains yet."""
-        over = workers is None or workers.killed or workers.left_well
+    def note(
+        self,
+        ended: Mapping[int, int],
+        workers: Workers | None,
+        *,
+        memory_ran_out: bool,
+        forming: bool,
+        stopping: bool = False,
+    ) -> None:
+        """Take in what was reaped. ``workers`` are those that run, if any; ``forming``: none of them trains yet;
+        ``stopping``: this pod was asked to stop."""
+        # What asked may have asked the launcher's processes too, which need not heed it as the workers do: these save.
+        saving = stopping and not forming
+        over = workers is None or workers.killed or workers.left_well or saving
         self._launcher.look(ended, memory_ran_out=memory_ran_out, forming=forming, over=over)
         for end in workers.ends if workers else []:
             self._launcher.rank_ended(end.rank % self._settings.processes)
