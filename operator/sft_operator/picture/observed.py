@@ -106,6 +106,8 @@ class Pod:
     """Since when the container runs."""
     has_answered: bool = False
     """Its supervisor has answered the kubelet once, which asks now and then whether it still does."""
+    answers: bool = False
+    """It has done so when it was asked last. The conditions of the pod say that of its sidecars as well."""
     terminated: Terminated | None = None
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
@@ -145,6 +147,7 @@ class Pod:
             waiting_message=text(waiting.get("message")),
             started=parse_time(part(state, "running").get("startedAt")),
             has_answered=trainer.get("started") is True,
+            answers=trainer.get("ready") is True,
             terminated=_terminated(ended) if ended else None,
             replaced=sum(
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
@@ -173,7 +176,8 @@ class Pod:
         """The kubelet's word that the supervisor, which had answered it before, does not any more; with since when."""
         answers = self.conditions.get("ContainersReady")
         lives = self.has_answered and not self.finished and self.deletion is None
-        if self.started is None or not lives or answers is None or answers.status:
+        # All containers are meant by the condition: one that was put beside ours may not be ready, or have ended.
+        if self.started is None or not lives or self.answers or answers is None or answers.status:
             return None
         # Until it is asked for the first time after its start, it is not ready since before it.
         return answers if answers.time is None or answers.time > self.started else None

@@ -190,9 +190,11 @@ def pod_manifest(
     version: str = "9",
     ready_since: float = -5,
     answers: bool | None = None,
+    sidecar_ready: bool = True,
 ) -> Object:
     """A pod; ``replaced`` are the failures and ignored failures of its index before it, ``answers``
-    whether its supervisor does to the kubelet, which has heard it before; None: as it is ready."""
+    whether its supervisor does to the kubelet, which has heard it before; None: as it is ready. ``sidecar_ready``:
+    whether that is so of what a webhook has put beside it."""
     state: Object = {}
     if exit_code is not None:
         text = words.model_dump_json(by_alias=True) if isinstance(words, TerminationMessage) else words or ""
@@ -228,7 +230,11 @@ def pod_manifest(
     since = stamp(ready_since)
     status_conditions = [{"type": "Ready", "status": is_ready, "lastTransitionTime": since}]
     if answers is not None:
-        status_conditions.append({"type": "ContainersReady", "status": str(answers), "lastTransitionTime": since})
+        said = str(answers and sidecar_ready)
+        status_conditions.append({"type": "ContainersReady", "status": said, "lastTransitionTime": since})
+    up = "running" in state
+    heard = up and (ready if answers is None else answers)
+    trainer = {"name": "trainer", "state": state, "started": up, "ready": heard}
     return {
         "metadata": metadata,
         "spec": {"nodeName": node} if node else {},
@@ -238,7 +244,7 @@ def pod_manifest(
             "message": message,
             "podIP": "10.0.0.1",
             "conditions": [*status_conditions, *(conditions or [])],
-            "containerStatuses": [{"name": "trainer", "state": state, "started": "running" in state}] if state else [],
+            "containerStatuses": [trainer] if state else [],
         },
     }
 
