@@ -119,7 +119,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [patch]  # keeps a group off a node on which it fails: the template can change once startTime is away
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch, delete]  # delete: pods that a lost node cannot end
+  verbs: [list, watch, delete]  # delete: pods that a lost node cannot end, or that only a sidecar keeps
 - apiGroups: [""]
   resources: [pods/status]
   verbs: [patch]  # the same: their replacement waits until they have failed; it waits longer unless they are let go of

@@ -48,6 +48,7 @@ from .questions import (
 from .removal import plan_removals
 from .result import AskTrainer, CreateChildren, EndWait, GiveUpPod, HealChildren, Result, SetFinalizers
 from .retry import retry_wanted, retry_word
+from .sidecars import LEFT_SECONDS, left_pods, left_since
 from .silence import SUPERVISOR_SILENT, seconds_to_silent, silent_pods, silent_since
 from .situation import LAST_WORDS, complete_for, last_words_missing, left_words, seconds_to_complete
 from .spec import Terms
@@ -113,6 +114,7 @@ class _Look(Notes):
         self._end_waits()
         self._give_up_stuck()
         self._remove_silent()
+        self._end_left()
         self._wait_out_hiccups()
 
         # Say what is wrong with the spec, or where the run stands; of one that has just ended once its last words are
@@ -381,6 +383,14 @@ class _Look(Notes):
         self._actions += planned.actions
         self._look_in(planned.wait)
         self._look_in(seconds_to_silent(silent, patience=patience, clock=clock))
+
+    def _end_left(self) -> None:
+        """Delete pods that live on without their trainer, one after the other."""
+        left = left_since(self._memory.left, self._observed, clock=self._clock)
+        self._remember(left=left)
+        self._look_in(seconds_to_silent(left, patience=LEFT_SECONDS, clock=self._clock))
+        for pod in left_pods(self._observed, left, clock=self._clock)[:1]:
+            self._delete("Pod", pod.name, pod.uid)
 
     # What to say
 

@@ -190,6 +190,8 @@ class Memory:
     """Since when a pod has been seen that ended well."""
     silent: Mapping[str, float] = field(default_factory=dict)
     """Since when the supervisors of pods have been seen not to answer, by uid."""
+    left: Mapping[str, float] = field(default_factory=dict)
+    """Since when pods have been seen to live on without their trainer, by uid."""
     removals: Mapping[str, Removal] = field(default_factory=dict)
     """Of pods that are to go, by uid."""
     waits_ended: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from sys import intern
 from typing import Any
 
 from sft_api.checkpoints import CheckpointId
+from sft_api.failures import ExitCode
 from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.times import LATEST, parse_time, shifted
 from sft_api.v1alpha1 import KIND, CheckpointsStatus
@@ -127,13 +128,17 @@ class Pod:
         grace = integer(metadata.get("deletionGracePeriodSeconds")) or 0
         conditions = conditions_of(manifest, _CONDITIONS)
         finalizers = metadata.get("finalizers")
+        terminated = _terminated(ended) if ended else None
+        phase = intern(text(status.get("phase"))) or "Pending"
+        if terminated and terminated.exit_code == ExitCode.COMPLETE and phase != "Failed":
+            phase = "Succeeded"  # whatever a container beside it does: that may run on for ever
         return cls(
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),
             # Words that many pods have are interned: tens of thousands of pods are held.
             job_uid=intern(pod_owner(manifest).uid) or None,
             index=integer(annotations.get("batch.kubernetes.io/job-completion-index")),
-            phase=intern(text(status.get("phase"))) or "Pending",
+            phase=phase,
             reason=text(status.get("reason")),
             message=text(status.get("message")),
             ip=text(status.get("podIP")) or None,
@@ -148,7 +153,7 @@ class Pod:
             started=parse_time(part(state, "running").get("startedAt")),
             has_answered=trainer.get("started") is True,
             answers=trainer.get("ready") is True,
-            terminated=_terminated(ended) if ended else None,
+            terminated=terminated,
             replaced=sum(
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
