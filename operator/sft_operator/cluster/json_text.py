@@ -70,6 +70,7 @@ class _PodStatus(TypedDict, total=False):
     podIP: Any
     conditions: Any
     containerStatuses: Any
+    initContainerStatuses: Any
 
 
 class _JobSpec(TypedDict, total=False):

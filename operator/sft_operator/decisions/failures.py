@@ -46,6 +46,11 @@ _NODE_REASONS = frozenset(
 )  # fmt: skip
 
 
+_LOST_CONTAINERS = (("ContainerStatusUnknown", 137), ("Unknown", 255))
+"""Words and codes of the kubelet, and of containerd, for a container that was gone when they began again: its node was
+started again or made anew. Nobody saw how it ended, and the codes are none of its own."""
+
+
 @dataclass(frozen=True)
 class Loss:
     """One pod that ended before the run was complete."""
@@ -91,19 +96,25 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     if _over_its_limit(pod):
         message = f"{where} was evicted: {pod.message.rstrip('. ')}; {LOCAL_STORAGE}"
         return Loss(pod, pod.reason, message, False, FailureClass.WORKER_CRASHED, time)
-    if pod.reason in _NODE_REASONS:
+    seen = ended if ended and (ended.reason, ended.exit_code) not in _LOST_CONTAINERS else None
+    # Where no container tells more, any reason is the kubelet's, which has refused the pod (OutOfnvidia.com/gpu,
+    # TopologyAffinityError, ...).
+    if pod.reason in _NODE_REASONS or (pod.reason and seen is None):
         message = f"{where} was ended by its node ({pod.reason}): {pod.message}".rstrip(": ")
         return Loss(pod, pod.reason, message, True, FailureClass.PEER_LOST, time)
-    if ended is None:
-        return Loss(pod, "PodLost", f"{where} went away", True, FailureClass.PEER_LOST, time or pod.deletion_began)
-    failure, message = cause(ended)
+    if seen is None:
+        how = f"failed before its trainer began: {pod.init_failure}" if pod.init_failure else "went away"
+        if ended:
+            how = f"was lost with its container, as when its node starts again ({ended.reason}: {ended.message})"
+        return Loss(pod, "PodLost", f"{where} {how}", True, FailureClass.PEER_LOST, time or pod.deletion_began)
+    failure, message = cause(seen)
     if failure is FailureClass.INTERRUPTED:
         return Loss(pod, failure.value, f"{where}: {message or 'asked to stop'}", True, failure, time)
-    if _was_being_deleted(pod, ended):
+    if _was_being_deleted(pod, seen):
         return Loss(pod, "PodDeleted", f"{where} was deleted: {message}", True, FailureClass.PEER_LOST, time)
     message = with_advice(failure, f"{where}: {message}")
     # What killed the container for its memory would have said so.
-    outside = failure is FailureClass.WORKER_CRASHED and ended.exit_code == 128 + signal.SIGKILL
+    outside = failure is FailureClass.WORKER_CRASHED and seen.exit_code == 128 + signal.SIGKILL
     return Loss(pod, failure.value, message, False, failure, time, outside)
 
 

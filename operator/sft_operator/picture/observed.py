@@ -110,6 +110,8 @@ class Pod:
     answers: bool = False
     """It has done so when it was asked last. The conditions of the pod say that of its sidecars as well."""
     terminated: Terminated | None = None
+    init_failure: str = ""
+    """How a container ended that a webhook has put before ours, which then never begins."""
     replaced: int = 0
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
     tracked: bool = False
@@ -154,6 +156,7 @@ class Pod:
             has_answered=trainer.get("started") is True,
             answers=trainer.get("ready") is True,
             terminated=terminated,
+            init_failure="" if terminated else _init_failure(status),
             replaced=sum(
                 integer(annotations.get(f"batch.kubernetes.io/job-index-{counter}-count")) or 0
                 for counter in ("failure", "ignored-failure")
@@ -198,6 +201,15 @@ class Pod:
         ran = self.started is not None and not self.finished and containers is not None and containers.status
         gated = ready is not None and ready.reason == "ReadinessGatesNotReady"
         return ready if ran and ready is not None and not ready.status and not gated else None
+
+
+def _init_failure(status: Mapping[str, Any]) -> str:
+    for container in entries(status.get("initContainerStatuses")):
+        ended = part(container, "state", "terminated")
+        if ended and (end := _terminated(ended)).exit_code:
+            words = f"init container {text(container.get('name'))} ended with code {end.exit_code}"
+            return f"{words}: {end.message[:500].strip()}" if end.message else words
+    return ""
 
 
 def _terminated(ended: Mapping[str, Any]) -> Terminated:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from sft_api.failures import FailureClass
+from sft_operator.cluster.json_text import read_event, written
 from sft_operator.decisions.failures import loss
-from tests.unit.operator.make import disruption, make_pod, words
+from sft_operator.picture.observed import Pod
+from tests.unit.operator.make import disruption, make_pod, pod_manifest, words
 
 CACHE_FULL = 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi". '
 OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
@@ -44,6 +46,13 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
             ("Evicted", True),
         ),
         ({"phase": "Failed", "reason": "UnexpectedAdmissionError"}, False, ("UnexpectedAdmissionError", True)),
+        # Whatever it refuses a pod for.
+        ({"phase": "Failed", "reason": "OutOfnvidia.com/gpu"}, False, ("OutOfnvidia.com/gpu", True)),
+        ({"phase": "Failed", "reason": "TopologyAffinityError"}, True, ("TopologyAffinityError", True)),
+        # A node that starts again, or is made anew under its name: by the kubelet, and by containerd.
+        ({"phase": "Failed", "exit_code": 137, "ended_reason": "ContainerStatusUnknown"}, False, ("PodLost", True)),
+        ({"phase": "Failed", "exit_code": 255, "ended_reason": "Unknown"}, False, ("PodLost", True)),
+        ({"phase": "Failed", "exit_code": 255}, False, ("WorkerCrashed", False)),
         # Asked to stop without a reason given (kubectl delete pod): it saved, so nothing is held against it.
         ({"phase": "Failed", "exit_code": 30}, False, ("Interrupted", True)),
         # Deleted, and killed before it could say anything (kubectl delete pod --force).
@@ -93,6 +102,30 @@ def test_losses(pod: dict[str, Any], gone: bool, expected: tuple[str, bool] | No
     found = loss(make_pod(**pod), gone=gone)
 
     assert (found and (found.reason, found.disruption)) == expected
+
+
+def test_a_pod_that_was_refused_by_its_node_is_told_in_the_words_of_that() -> None:
+    message = "Node didn't have enough resource: nvidia.com/gpu, requested: 8, used: 0, capacity: 7"
+
+    found = loss(make_pod(phase="Failed", reason="OutOfnvidia.com/gpu", message=message), gone=False)
+
+    assert found
+    assert message in found.message
+
+
+def test_a_container_that_failed_before_the_trainer_began_is_told() -> None:
+    manifest = pod_manifest(phase="Failed", waiting=("PodInitializing", ""))
+    manifest["status"]["initContainerStatuses"] = [
+        {"name": "setup", "state": {"terminated": {"exitCode": 0}}},
+        {"name": "istio-validation", "state": {"terminated": {"exitCode": 126, "message": "no traffic redirection"}}},
+    ]
+
+    told = read_event("Pod", written({"type": "MODIFIED", "object": manifest}))
+    found = loss(Pod.from_manifest(told["object"]), gone=False)
+
+    assert found
+    assert (found.reason, found.disruption) == ("PodLost", True)
+    assert "istio-validation ended with code 126: no traffic redirection" in found.message
 
 
 def test_the_message_names_pod_and_node_quotes_the_trainer_and_says_what_to_change() -> None:
