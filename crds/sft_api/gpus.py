@@ -9,7 +9,7 @@ PRODUCT_LABEL = "nvidia.com/gpu.product"
 MEMORY_LABEL = "nvidia.com/gpu.memory"
 """Labels that NVIDIA's GPU feature discovery gives to nodes; the second one counts MiB."""
 _GIBIBYTE = 2**30
-_SLICE = re.compile(r"-MIG-\d+g\.(?P<size>\d+)gb", re.IGNORECASE)
+_SLICE = re.compile(r"[-/]MIG-\d+g\.(?P<size>\d+)gb", re.IGNORECASE)
 _SIZE = re.compile(r"(?<![\d.])(?P<size>\d+)GB(?![a-z])", re.IGNORECASE)
 _WITHOUT_SIZE = {
     "GH200 144G": 140.0,
@@ -32,11 +32,14 @@ The first that fits counts: boards of one name with more memory stand before the
 
 
 def declared_gpu_memory(spec: SFTJobSpec) -> int | None:
-    """Bytes of one GPU: ``compute.gpuMemory``, or by the labels that ``compute.nodeSelector`` asks for; else None."""
+    """Bytes of one GPU: ``compute.gpuMemory``; of the slice that is asked for (``nvidia.com/mig-3g.40gb``), where
+    labels may tell of the whole board; or by the labels that ``compute.nodeSelector`` asks for. Else None."""
     given = spec.compute.gpu_memory
     if given is not None:
         value = quantity_value(given)
         return int(value) if value else None
+    if part := _SLICE.search(spec.compute.gpu_resource_name):
+        return int(part["size"]) * _GIBIBYTE
     labels = spec.compute.node_selector
     counted = labels.get(MEMORY_LABEL, "")
     if counted.isdecimal():

@@ -241,7 +241,8 @@ class ComputeSpec(ApiModel):
     ) = Field(
         default=None,
         description="Memory of one GPU (80Gi), for the plan: what does not fit is refused before any pod is made. By "
-        "nvidia.com/gpu.memory or nvidia.com/gpu.product of nodeSelector, or the chart's pods.gpuMemory, when absent.",
+        "a slice that gpuResourceName names (nvidia.com/mig-3g.40gb), nvidia.com/gpu.memory or nvidia.com/gpu.product "
+        "of nodeSelector, or the chart's pods.gpuMemory, when absent.",
     )
     memory_check: Literal["Refuse", "Warn"] = Field(
         default="Refuse",

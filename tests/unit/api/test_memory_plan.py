@@ -533,6 +533,16 @@ def test_the_size_of_a_gpu_is_that_of_the_manifest_then_of_the_cluster() -> None
         ({"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}}, 80),
         ({"nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-L4"}, "gpuMemory": "20Gi"}, 20),
         ({"nodeSelector": {"nvidia.com/gpu.memory": "large"}}, None),
+        # Where boards are cut into slices of several kinds the labels tell of the whole one.
+        (
+            {
+                "gpuResourceName": "nvidia.com/mig-1g.10gb",
+                "nodeSelector": {"nvidia.com/gpu.memory": "81920", "nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"},
+            },
+            10,
+        ),
+        ({"gpuResourceName": "nvidia.com/mig-3g.40gb"}, 40),
+        ({"gpuResourceName": "nvidia.com/gpu.shared"}, None),
     ],
 )
 def test_what_the_manifest_says_of_its_gpus(compute: dict[str, Any], gibibytes: int | None) -> None:
