@@ -19,6 +19,9 @@ _PLACEMENT_ADVICE = (
 _LIMITED = r"(maximum|minimum) \S+ usage per|must be less than or equal to \S+ limit"
 """Of a LimitRange: what it forbids, and a limit of its own that is lower than what is asked for."""
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
+_SANDBOX = "FailedCreatePodSandBox"
+"""Of the pod itself: its network, or what is to run its containers."""
+_NO_RUNTIME = re.compile(r"no runtime for|failed to find runtime handler", re.IGNORECASE)
 
 _SERVER_AWAY = re.compile(
     r"connection (refused|reset|lost)|i/o timeout|deadline exceeded|tls handshake timeout|request timed out|\bEOF\b"
@@ -113,6 +116,12 @@ def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
         behind = _KUBELET_BEHIND.search(warning.message)
         if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
             return Problem(warning.reason, f"pod {pod.name}: {warning.message}", True)
+        # What has an address is past that, whatever was said of it before.
+        if warning.subject == f"Pod/{pod.name}" and warning.reason == _SANDBOX and pod.ip is None:
+            lacks = _NO_RUNTIME.search(warning.message) is not None
+            advice = "correct spec.compute.runtimeClassName, or have its runtime on these nodes"
+            words = advice if lacks else "its node tries again; if that stays so, see its network and its runtime"
+            return Problem("PodSandbox", f"pod {pod.name} on node {pod.node}: {warning.message}; {words}", lacks)
     return None
 
 

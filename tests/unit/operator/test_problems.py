@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,37 @@ def test_pods_without_a_node_say_what_to_change(message: str, advice: list[str])
     assert parts.pop() == "it starts by itself when a node fits"
     assert len(parts) == len(advice)
     assert all(words in part for words, part in zip(advice, parts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("message", "stalled", "words"),
+    [
+        (
+            'Failed to create pod sandbox: failed to get sandbox runtime: no runtime for "nvidia" is configured',
+            True,
+            "spec.compute.runtimeClassName",
+        ),
+        (
+            'plugin type="aws-cni" name="aws-cni" failed (add): add cmd: failed to assign an IP address to container',
+            False,
+            "its node tries again",
+        ),
+    ],
+)
+def test_a_pod_that_its_node_cannot_make_says_why(message: str, stalled: bool, words: str) -> None:
+    made = waiting(0, "ContainerCreating", "")
+    pod = replace(made, ip=None)
+    warning = Warning(f"Pod/{pod.name}", "FailedCreatePodSandBox", message, at(-1))
+
+    trouble = find_problem(running(pods=(pod, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+    past = find_problem(running(pods=(made, make_pod(1)), warnings=(warning,)), pods_wanted=2)
+
+    assert past is None
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == ("PodSandbox", stalled)
+    assert message in trouble.message
+    assert words in trouble.message
 
 
 def test_healthy_pods_are_in_no_trouble() -> None:
