@@ -96,6 +96,9 @@ def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
         return None
     scheduled = pod.conditions.get("PodScheduled")
     if scheduled and not scheduled.status and scheduled.message:
+        if scheduled.reason == "SchedulingGated":
+            words = "something in this cluster holds it back before it is scheduled (spec.schedulingGates)"
+            return Problem("SchedulingGated", f"pod {pod.name}: {words}: {scheduled.message}", False)
         return _unscheduled(pod, scheduled.message)
     if pod.waiting_reason in _IMAGE:
         return Problem(

@@ -45,7 +45,7 @@ _PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
 _STARTS = ("Starting", "Recovering")
 _TOO_LONG = "DeadlineExceeded"
 """The Job controller's reason where activeDeadlineSeconds are over."""
-_WAITING_FOR_ROOM = frozenset({"Unschedulable", "QuotaExceeded"})
+_WAITING_FOR_ROOM = frozenset({"Unschedulable", "SchedulingGated", "QuotaExceeded"})
 
 
 @dataclass(frozen=True)

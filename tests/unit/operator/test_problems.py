@@ -112,6 +112,19 @@ def test_a_pod_that_its_node_cannot_make_says_why(message: str, stalled: bool, w
     assert words in trouble.message
 
 
+def test_a_pod_that_is_held_back_before_it_is_scheduled_waits_for_no_node() -> None:
+    words = "Scheduling is blocked due to non-empty scheduling gates"
+    gated = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}]
+    pod = make_pod(0, phase="Pending", node=None, conditions=gated)
+
+    trouble = find_problem(running(pods=(pod, make_pod(1))), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == ("SchedulingGated", False)
+    assert words in trouble.message
+    assert "when a node fits" not in trouble.message
+
+
 def test_healthy_pods_are_in_no_trouble() -> None:
     starting = make_pod(1, phase="Pending", waiting=("ContainerCreating", ""))
 
