@@ -172,6 +172,8 @@ def _forbidden(message: str) -> Problem:
             f"{message}; ask for less, or it goes on when others free their share or the quota is raised",
             False,
         )
+    if "status unknown for quota" in message:
+        return Problem("QuotaExceeded", f"{message}; the quota is new and being counted, it goes on after that", False)
     if "failed quota" in message:
         return Problem("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
     if "violates PodSecurity" in message:

@@ -148,6 +148,7 @@ def test_what_someone_has_to_change_is_shown_first() -> None:
     ("message", "reason", "stalled"),
     [
         (QUOTA, "QuotaExceeded", False),
+        ("Error creating: pods is forbidden: status unknown for quota: q, resources: cpu", "QuotaExceeded", False),
         ("Error creating: pods is forbidden: failed quota: q: must specify limits.cpu", "QuotaExceeded", True),
         ('pods "x" is forbidden: violates PodSecurity "restricted:latest"', "PodSecurity", True),
         ('pods "x" is forbidden: ValidatingAdmissionPolicy denied it', "Refused", True),
