@@ -4,7 +4,7 @@ import signal
 from dataclasses import dataclass
 from datetime import datetime
 
-from sft_api.failures import ExitCode, FailureClass, failure_class
+from sft_api.failures import FailureClass, failure_class
 
 from ..picture.observed import Pod, Terminated
 
@@ -85,8 +85,6 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     if pod.phase == "Succeeded" or (not gone and pod.phase != "Failed"):
         return None
     ended = pod.terminated
-    if ended and ended.exit_code == ExitCode.COMPLETE and pod.phase != "Failed":
-        return None
     time = ended.finished if ended else None
     where = f"pod {pod.name}" + (f" on node {pod.node}" if pod.node else "")
     target = pod.conditions.get("DisruptionTarget")

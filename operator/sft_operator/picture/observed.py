@@ -132,8 +132,8 @@ class Pod:
         finalizers = metadata.get("finalizers")
         terminated = _terminated(ended) if ended else None
         phase = intern(text(status.get("phase"))) or "Pending"
-        if terminated and terminated.exit_code == ExitCode.COMPLETE and phase != "Failed":
-            phase = "Succeeded"  # whatever a container beside it does: that may run on for ever
+        if terminated and terminated.exit_code == ExitCode.COMPLETE:
+            phase = "Succeeded"  # whatever a container beside it does: that may run on for ever, or have failed
         return cls(
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),

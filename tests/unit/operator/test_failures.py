@@ -96,6 +96,7 @@ OOM = words(FailureClass.OUT_OF_MEMORY, message="rank 3: CUDA out of memory")
         ({"phase": "Succeeded", "exit_code": 0}, False, None),
         ({"phase": "Succeeded", "exit_code": 0}, True, None),
         ({"phase": "Running", "exit_code": 0}, True, None),
+        ({"phase": "Failed", "exit_code": 0}, False, None),
     ],
 )
 def test_losses(pod: dict[str, Any], gone: bool, expected: tuple[str, bool] | None) -> None:

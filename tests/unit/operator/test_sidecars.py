@@ -55,9 +55,12 @@ def test_no_other_pod_is(pod: object) -> None:
     assert deleted(observed, 1000, {"pod-0": 900.0}) == []
 
 
-def test_a_run_whose_trainers_ended_well_is_complete_though_their_pods_live_on() -> None:
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+def test_a_run_whose_trainers_ended_well_is_complete_whatever_becomes_of_their_pods(phase: str) -> None:
     last = words(None, 100)
-    pods = tuple(make_pod(index, ready=False, exit_code=0, words=last, finished=0) for index in (0, 1))
+    pods = tuple(make_pod(index, phase=phase, ready=False, exit_code=0, words=last, finished=0) for index in (0, 1))
 
     assert status_of(running(pods=pods), TRAINED, seconds=5).state == "Running"
-    assert status_of(running(pods=pods), TRAINED, seconds=61).state == "Complete"
+    complete = status_of(running(pods=pods), TRAINED, seconds=61)
+    assert complete.state == "Complete"
+    assert complete.restarts is None or complete.restarts.failures == 0
