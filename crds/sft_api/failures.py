@@ -51,6 +51,11 @@ class FailureClass(StrEnum):
     CALLBACK_ERROR = "CallbackError"
     """A class of training.callbacks raised an error."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "FailureClass | None":
+        # A class that only a newer trainer knows: what it tells besides must not be lost with it.
+        return cls.UNKNOWN if isinstance(value, str) else None
+
 
 class ExitCode(IntEnum):
     """Exit code of a worker, a supervisor and ``sft run`` for each failure class."""

@@ -1,6 +1,7 @@
 """What the trainer reports: live progress, incidents, the termination message, the durable status.
 
-Written by the worker of rank 0 and the supervisor of index 0, read by the operator and ``sft run``.
+Written by the worker of rank 0 and the supervisor of index 0, read by the operator and ``sft run``. Who reads what
+another version may have written has unknown fields ignored (``extra="ignore"``): parts of the status refuse them.
 """
 
 from datetime import UTC, datetime
@@ -42,6 +43,11 @@ class Phase(StrEnum):
     EXPORTING = "Exporting"
     COMPLETE = "Complete"
     FAILED = "Failed"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Phase | None":
+        # A phase that only a newer trainer knows: nothing is concluded from one that waits.
+        return cls.WAITING if isinstance(value, str) else None
 
 
 BEFORE_TRAINING = (Phase.STARTING, Phase.DOWNLOADING, Phase.TOKENIZING, Phase.WAITING, Phase.LOADING)

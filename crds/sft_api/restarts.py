@@ -63,10 +63,7 @@ class Reached:
 
 def as_phase(text: str) -> Phase:
     """The phase of that name; of an unknown one it is not known that anything comes after it."""
-    try:
-        return Phase(text)
-    except ValueError:
-        return Phase.TRAINING
+    return next((phase for phase in Phase if phase == text), Phase.TRAINING)
 
 
 def count_incidents(

@@ -169,6 +169,6 @@ def _export(
 def _reported(store: Store) -> TrainingProgress | None:
     """What the run reported last; None where that cannot be read."""
     try:
-        return TrainingProgress.model_validate_json(store.read(STATUS_KEY))
+        return TrainingProgress.model_validate_json(store.read(STATUS_KEY), extra="ignore")
     except (StorageNotFoundError, ValidationError):
         return None

@@ -138,7 +138,7 @@ async def _no_token() -> None:
 def parse_report(body: bytes) -> Progress:
     """The report in ``body``; raises ``UnreadableReport``."""
     try:
-        progress = Progress.model_validate(untrusted.loads(body))
+        progress = Progress.model_validate(untrusted.loads(body), extra="ignore")
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)[:_SHOWN_ERRORS]
         wrong = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in errors)

@@ -238,6 +238,6 @@ def _progress(raw: bytes | None) -> TrainingProgress | None:
     if raw is None:
         return None
     try:
-        return as_a_status_shows(TrainingProgress.model_validate(untrusted.loads(raw)))
+        return as_a_status_shows(TrainingProgress.model_validate(untrusted.loads(raw), extra="ignore"))
     except (ValidationError, ValueError):
         return None

@@ -60,7 +60,7 @@ class Terminated:
     def report(self) -> TerminationMessage | None:
         """What the supervisor left behind, when it could."""
         try:
-            words = TerminationMessage.model_validate(untrusted.loads(self.message))
+            words = TerminationMessage.model_validate(untrusted.loads(self.message), extra="ignore")
         except ValueError:
             return None
         return words.model_copy(update={"incidents": with_clean_ids(words.incidents)})

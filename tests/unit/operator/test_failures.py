@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from sft_api.failures import FailureClass
 from sft_operator.cluster.json_text import read_event, written
-from sft_operator.decisions.failures import loss
-from sft_operator.picture.observed import Pod
+from sft_operator.decisions.failures import cause, loss
+from sft_operator.picture.observed import Pod, Terminated
 from tests.unit.operator.make import disruption, make_pod, pod_manifest, words
 
 CACHE_FULL = 'Usage of EmptyDir volume "cache" exceeds the limit "50Gi". '
@@ -182,3 +183,12 @@ def test_of_a_log_the_end_is_quoted() -> None:
     assert found
     assert "No module named 'sft_trainer'" in found.message
     assert len(found.message) < 1200
+
+
+def test_last_words_of_a_newer_trainer_are_read_as_far_as_they_are_known() -> None:
+    said = {"failure": "Invented", "message": "what to change", "step": 7, "attempt": 1, "spent": {"invented": 1.0}}
+    ended = Terminated(21, message=json.dumps(said))
+
+    assert ended.report is not None
+    assert ended.report.step == 7
+    assert cause(ended) == (FailureClass.UNKNOWN, "what to change")

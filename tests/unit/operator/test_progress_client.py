@@ -14,7 +14,8 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from sft_api.progress import Progress
+from sft_api.failures import FailureClass
+from sft_api.progress import Phase, Progress
 from sft_api.report import progress_status
 from sft_operator.cluster import progress_client
 from sft_operator.cluster.progress_client import (
@@ -242,7 +243,7 @@ def test_nobody_there_is_an_answer_too() -> None:
         b"[]",
         b"[" * 100_000,
         b'{"training": {"step": "many"}}',
-        b'{"training": {"phase": "Invented"}}',
+        b'{"training": {"phase": 7}}',
         json.dumps({"incidents": [{}] * 101}).encode(),
         b"\xff\xfe",
     ],
@@ -250,6 +251,30 @@ def test_nobody_there_is_an_answer_too() -> None:
 def test_rubbish_is_refused(body: bytes) -> None:
     with pytest.raises(UnusableReport):
         parse_report(body)
+
+
+def test_what_only_a_newer_trainer_knows_takes_nothing_else_with_it() -> None:
+    """After a rollback of the operator, and with newer images of users: steps, checkpoints and failures are told on."""
+    checkpoint = {"step": 4, "attempt": 1, "uri": "s3://b/4", "time": "2026-01-01T00:00:00Z", "sizeBytes": 1}
+    report = {
+        "training": {
+            "step": 7,
+            "phase": "Invented",
+            "checkpoints": {"latest": {**checkpoint, "verified": True, "invented": 1}, "invented": 1},
+            "export": {"uri": "s3://b/export", "step": 4, "invented": 1},
+        },
+        "incidents": [{"id": "a", "time": "2026-01-01T00:00:00Z", "failure": "Invented", "message": "m"}],
+        "spent": {"steps": 2.0, "invented": 1.0},
+    }
+
+    progress = parse_report(json.dumps(report).encode())
+
+    assert (progress.training.step, progress.training.phase) == (7, Phase.WAITING)
+    assert progress.training.checkpoints.latest is not None
+    assert progress.training.export is not None
+    assert [(item.failure, item.message) for item in progress.incidents] == [(FailureClass.UNKNOWN, "m")]
+    assert progress.spent is not None
+    assert progress.spent.steps == 2.0
 
 
 def test_figures_that_fit_no_status_become_none_or_are_cut() -> None:

@@ -100,6 +100,13 @@ def test_of_what_a_complete_run_reported_no_more_is_kept_than_a_status_shows() -
     assert {len(warning) for warning in kept.warnings} == {1000}
 
 
+def test_what_a_newer_trainer_has_reported_besides_is_left_out() -> None:
+    kept = _progress(b'{"step": 10, "export": {"uri": "s3://b/export", "step": 10, "invented": 1}}')
+
+    assert kept is not None
+    assert kept.step == 10
+
+
 class Written:
     """A store in which every object is ``raw``."""
 

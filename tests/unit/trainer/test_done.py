@@ -72,6 +72,15 @@ def test_what_is_missing_is_exported_once_and_nothing_else_is_done(config: Train
     assert {path.name: path.stat().st_mtime_ns for path in export.iterdir()} == before
 
 
+@pytest.mark.usefixtures("final")
+def test_figures_that_a_newer_trainer_has_reported_are_told_again(config: TrainerConfig, tmp_path: Path) -> None:
+    told = TrainingProgress(step=6, total_steps=6, attempt=1, loss=0.5).model_dump(mode="json", by_alias=True)
+    told["spent"]["invented"] = 1.0
+    LocalStore(tmp_path / "store").put(STATUS_KEY, json.dumps(told).encode())
+
+    assert again(config, tmp_path).progress.loss == 0.5
+
+
 def damaged_config(export: Path) -> None:
     (export / "config.json").unlink()
 
