@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
     from .kept import KeptTokens
 
-VERSION = 4
-"""To be raised with every change of this package that changes tokens or masks: caches of older versions are left."""
+VERSION = 5
+"""To be raised with every change of this package that changes tokens or masks, or refuses rows: caches of older
+versions are left."""
 
 _ROWS_PER_CHUNK = 1024
 _TEXTS_PER_BATCH = 128
