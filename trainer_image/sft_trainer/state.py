@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def evaluates_on_other_data(run: RunState, here: Facts) -> bool:
 def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str]:
     """What is not as it was when that checkpoint was made, in sentences for the user."""
     run, warnings = manifest.run, []
-    if changed := changed_fields(_with_usual(_recorded(run)), _with_usual(here.environment)):
+    if changed := changed_fields(_with_usual(_recorded(run, here)), _with_usual(here.environment)):
         warnings.append(f"resumed in another environment ({', '.join(changed)}): not equal to the last bit")
     if run.base_digest not in ("", here.base_digest):
         warnings.append(
@@ -123,12 +124,14 @@ def _with_usual(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {**_USUAL, **environment}
 
 
-def _recorded(run: RunState) -> dict[str, Any]:
-    """The facts of the environment of ``run``; of replicas an earlier version told in its plan alone."""
+def _recorded(run: RunState, here: Facts) -> dict[str, Any]:
+    """The facts of the environment of ``run``; of replicas an earlier version told in its plan alone, and with which
+    transformers it ran not at all: nothing is said of that."""
     plan: dict[str, Any] = run.plan
     processes, shards = plan.get("processes", 0), plan.get("shardDegree", 0)
     told = {"replicas": processes // shards} if 0 < shards < processes else {}
-    return {**told, **run.environment}
+    unknown = {name: value for name, value in here.environment.items() if name == "transformers"}
+    return {**unknown, **told, **run.environment}
 
 
 def environment_facts(
@@ -150,6 +153,7 @@ def environment_facts(
         "processes": world_size,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),  # what layers compute, and in which order
         "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}",
         "cpuCapability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",

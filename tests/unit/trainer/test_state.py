@@ -55,6 +55,15 @@ def test_what_was_usual_before_is_said(tmp_path: Path) -> None:
     assert warned(here, here) == []
 
 
+def test_another_version_of_transformers_is_said_where_it_is_known(tmp_path: Path) -> None:
+    """A retry after an upgrade runs in the image of now."""
+    here = environment(tmp_path)
+    before = {name: value for name, value in here.items() if name != "transformers"}
+
+    assert f"(transformers: '5.0' -> '{here['transformers']}')" in warned({**before, "transformers": "5.0"}, here)[0]
+    assert warned(before, here) == []
+
+
 @pytest.mark.parametrize(
     ("sections", "change"),
     [
