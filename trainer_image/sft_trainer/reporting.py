@@ -273,6 +273,7 @@ class Reporting(Listener):
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
+        self._reporter.update(total_steps=event.total_steps)
         self._reporter.spend(curve_began=self._curve, curve_saved=self._curve, curve_now=self._curve)
         self._go_on(event.step)
 

@@ -373,6 +373,10 @@ class Trainer:
             figures = figures.evaluated_on_other_data()
         self.step, self.figures = manifest.step, figures
         warnings += resume_warnings(manifest, facts, self.spec.model.uri)
+        if (total := self.prepared.total_steps) < self.step:
+            # Rows were taken away, or are read otherwise by this version: there is no step left to be made of them.
+            warnings.append(f"the data of now makes {total} steps, and {self.step} are made: the run ends with these")
+            self.prepared = replace(self.prepared, total_steps=self.step)
         self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings, begins))
 
     def _check_base(self, run: RunState) -> None:

@@ -162,6 +162,28 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(undisturbed: Place, make_p
     assert "60/60 steps, all of them done before; --fresh trains anew" in changed.said
 
 
+def test_a_run_of_which_more_steps_are_made_than_its_rows_make_now_is_over(place: Place) -> None:
+    # Given a run of one epoch that ended before it could say that it is complete
+    data = shutil.copy(place.inputs.train, place.folder / "train.jsonl")
+    training = {"steps": None, "epochs": 1, "globalBatchTokens": None, "globalBatchSize": 8}
+    source = {"train": [{"uri": f"file://{data}"}], "packing": "none", "maxLength": 256, "overlong": "truncate"}
+    rows = data.read_text().splitlines(keepends=True)[:48]
+    data.write_text("".join(rows))
+    job = place.job(training=training, data=source)
+    first = place.run(job)
+    assert first.code == 0, first.said
+    (place.store() / "done.json").unlink()
+
+    # When half of its rows are gone as it goes on
+    data.write_text("".join(rows[:24]))
+    ended = place.run(job)
+
+    # Then it ends with the steps that it has, and says why
+    assert ended.code == 0, ended.said
+    assert "Warning: the data of now makes 3 steps, and 6 are made: the run ends with these" in ended.said
+    assert (ended.status["progress"]["summary"], ended.latest) == ("6/6", 6)
+
+
 def test_a_checkpoint_of_other_settings_is_refused_and_kept(undisturbed: Place) -> None:
     before = {path: path.read_bytes() for path in undisturbed.store().glob("checkpoints/*/*")}
     faster = {**LONG, "training": {**LONG["training"], "optimizer": {"learningRate": 2e-3}}}
