@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import threading
 import time
 import uuid
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -318,6 +320,61 @@ def test_parts_are_sent_from_where_they_lie_and_not_hashed_for_their_signature(s
         stream.write(data)
     assert [len(hashed) for hashed, _ in sent] == [64] * 3
     assert s3_store.read("y.bin") == data
+
+
+class SlowServer(BaseHTTPRequestHandler):
+    """Takes uploads at 4 MB/s a connection."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        known = "uploadId" in self.path
+        self._answer("CompleteMultipartUploadResult><ETag>x</ETag" if known else "R><UploadId>1</UploadId")
+
+    def do_PUT(self) -> None:
+        left = int(self.headers["Content-Length"])
+        while left and (block := self.rfile.read1(min(left, 2**16))):
+            left -= len(block)
+            time.sleep(len(block) / 4e6)
+        self._answer()
+
+    do_DELETE = do_PUT
+
+    def _answer(self, root: str = "") -> None:
+        body = f"<{root}></{root.partition('>')[0]}>".encode() if root else b""
+        with contextlib.suppress(OSError):  # who has asked is gone
+            self.send_response(200)
+            self.send_header("ETag", "x")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+
+class SmallBuffers(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        super().server_bind()
+
+
+def test_a_server_that_takes_long_for_a_part_is_no_server_that_is_away(
+    some_credentials: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it takes something: the time-out for connecting is in force, too, for each call that sends."""
+    monkeypatch.setattr("sft_trainer.checkpoint.s3._CONNECT_SECONDS", 0.5)
+    with SmallBuffers(("127.0.0.1", 0), SlowServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = settings(f"http://127.0.0.1:{server.server_port}", "when_required")
+        try:
+            with S3Store(BUCKET, "runs/a", place, retry_seconds=0).open_write("x", 16 * MiB) as stream:
+                for _ in range(2):
+                    stream.lend(bytes(8 * MiB))
+        finally:
+            server.shutdown()
 
 
 def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:

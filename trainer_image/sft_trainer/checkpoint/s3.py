@@ -162,13 +162,13 @@ class S3Store:
                 if isinstance(request.data, Body) and request.data.hashed:
                     request.context["client_config"] = unsigned
 
-            def send_in_one_go(request: Any, **_: Any) -> None:
+            def send_without_a_copy(request: Any, **_: Any) -> None:
                 # A file would be read and sent in blocks of 16 KiB.
                 if isinstance(request.body, Body):
-                    request.body = request.body.views
+                    request.body = request.body.blocks()
 
             client.meta.events.register("before-sign.s3.UploadPart", sign_headers_only)
-            client.meta.events.register("before-send.s3.UploadPart", send_in_one_go)
+            client.meta.events.register("before-send.s3.UploadPart", send_without_a_copy)
             return client
         except Exception as error:  # botocore raises many classes for bad settings
             if is_transient(error):
