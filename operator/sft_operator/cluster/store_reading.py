@@ -40,13 +40,20 @@ class StoreFile(NamedTuple):
 
 
 def connect(settings: StoreSettings) -> Any:
-    """A client of the store, with the operator's own credentials (from its environment)."""
+    """A client of the store, with the operator's own credentials (from its environment). Raises what botocore raises.
+
+    None without credentials: it would stay so, also where those that hand them out were away for a moment only.
+    """
     import boto3  # heavy, and seldom needed
     from botocore.config import Config
+    from botocore.exceptions import NoCredentialsError
 
     s3 = settings.s3
+    session = boto3.session.Session()
+    if session.get_credentials() is None:
+        raise NoCredentialsError
     checksum = "when_supported" if s3.checksum == "whenSupported" else "when_required"
-    return boto3.session.Session().client(
+    return session.client(
         "s3",
         endpoint_url=s3.endpoint,
         region_name=s3.region,

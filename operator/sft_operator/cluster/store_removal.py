@@ -97,12 +97,11 @@ class PlaceRemover:
     def _turn(self, wanted: RemovePlace, stop: threading.Event) -> RemovalTurn:
         from botocore.exceptions import BotoCoreError, ClientError  # heavy, and seldom needed
 
-        with self._one_client:
-            if self._client is None:
-                self._client = connect(self._settings)
-        place = _Place(self._client, wanted, self._clock, self._now, stop)
         try:
-            return place.remove()
+            with self._one_client:
+                if self._client is None:
+                    self._client = connect(self._settings)
+            return _Place(self._client, wanted, self._clock, self._now, stop).remove()
         except _Kept as kept:
             return RemovalTurn("kept", str(kept))
         except (BotoCoreError, ClientError, StoreError) as error:

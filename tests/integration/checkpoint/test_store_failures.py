@@ -150,6 +150,58 @@ def test_a_provider_that_stays_away_is_named_and_no_error_of_the_settings(
     assert store.read("x") == b"x"
 
 
+class Metadata(BaseHTTPRequestHandler):
+    """Those of a node, which hand out the credentials of its role."""
+
+    away = True
+    server_of_objects: S3Server
+
+    def do_PUT(self) -> None:
+        self._answer("token")
+
+    def do_GET(self) -> None:
+        if self.path.endswith("/"):
+            self._answer("role")
+            return
+        ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        keys = self.server_of_objects
+        names = {"AccessKeyId": keys.access_key, "SecretAccessKey": keys.secret_key, "Token": ""}
+        self._answer(json.dumps({"Code": "Success", "Expiration": ends, **names}))
+
+    def _answer(self, said: str) -> None:
+        self.send_response(503 if self.away else 200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said.encode())
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+
+def test_a_node_that_hands_out_no_credentials_for_a_moment_does_so_later(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A process that saves for the first time meanwhile would go without them for as long as it lives."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+
+    class Here(Metadata):
+        server_of_objects = s3_server
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Here) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        try:
+            store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=0)
+            with pytest.raises(AccessDeniedError, match="no credentials"):
+                store.put("x", b"x")
+            Here.away = False
+            store.put("x", b"x")
+        finally:
+            server.shutdown()
+
+
 @pytest.fixture
 def some_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-access")

@@ -14,11 +14,12 @@ import pytest
 
 from sft_api.checkpoints import CheckpointId
 from sft_api.numbers import Numbers
+from sft_api.ports import free_port
 from sft_api.progress import TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus
 from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _manifest, _progress
 from sft_operator.cluster.store_reading import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, Reading, StoreError, StoreFile
-from sft_operator.cluster.store_removal import _Place
+from sft_operator.cluster.store_removal import PlaceRemover, _Place
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.result import RemovePlace
 from sft_operator.picture.observed import Stored
@@ -115,6 +116,30 @@ class Written:
 
     def get_object(self, **_: Any) -> dict[str, Any]:
         return {"Body": io.BytesIO(self._raw)}
+
+
+def test_credentials_that_nobody_hands_out_yet_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's metadata may be away when the operator looks for the first time: it would go without for ever."""
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    uri = "s3://platform/team/run"
+    settings = StoreSettings.model_validate(
+        {"uri": uri, "verify": True, "s3": {"endpoint": f"http://127.0.0.1:{free_port()}", "region": "here"}}
+    )
+    store, remover = CheckpointStore(settings), PlaceRemover(settings)
+
+    async def look(why: str) -> None:
+        with pytest.raises(StoreError, match=why):
+            await store.read(uri)
+        with pytest.raises(StoreError, match=why):
+            await remover.turn(RemovePlace("uid", uri, "run", "team", Numbers({}), 0))
+
+    asyncio.run(look("Unable to locate credentials"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    asyncio.run(look("Could not connect"))
 
 
 def of_values(most_bytes: int) -> bytes:

@@ -5,19 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from botocore.exceptions import CredentialRetrievalError
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
 
 
 def name_their_provider(session: Any) -> None:
     """Have the errors of the credentials of a botocore ``session`` say that they are their provider's.
 
     Of files, programs and answers that a provider reads, botocore passes on Python's own errors, which could be
-    anybody's. Raises ``CredentialRetrievalError`` when it fails now.
+    anybody's. Raises ``CredentialRetrievalError`` when it fails now, and ``NoCredentialsError`` when it finds none: a
+    client would stay without, and a node's metadata that are away for a moment are told in no other way.
     """
     with _errors_of("the environment"):
         credentials = session.get_credentials()
     if credentials is None:
-        return
+        raise NoCredentialsError
     plain = credentials.get_frozen_credentials
 
     def renewed_if_they_end() -> Any:
