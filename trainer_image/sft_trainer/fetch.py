@@ -227,11 +227,11 @@ def _finish(unfinished: Path, final: Path) -> None:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    disk = shutil.disk_usage(folder)
+    if disk.total and needed > disk.free:  # a file system that says it has no size has one all the same
         raise StorageFullError(
-            f"{folder}: {needed / 2**30:.1f} GiB to download, {free / 2**30:.1f} GiB free; enlarge compute.cacheSize "
-            "(or set SFT_CACHE_DIR to a folder with more room)"
+            f"{folder}: {needed / 2**30:.1f} GiB to download, {disk.free / 2**30:.1f} GiB free; enlarge "
+            "compute.cacheSize (or set SFT_CACHE_DIR to a folder with more room)"
         )
 
 

@@ -69,15 +69,16 @@ def _tell_not_removed(place: Store, result: ProbeResult, checkpoints: Store, rep
 def check_room(store: Store, size: int) -> None:
     """Raise where a folder has no room for the first checkpoint, of ``size`` bytes: training would wait for it in vain.
 
-    What an object store has room for nobody can say.
+    What an object store has room for nobody can say; nor what a file system has that says it has no size at all, as
+    some do over FUSE, and a tmpfs without a limit.
     """
     if not isinstance(store, LocalStore):
         return
-    free = shutil.disk_usage(store.path).free
-    if free < size:
+    disk = shutil.disk_usage(store.path)
+    if disk.total and disk.free < size:
         raise StorageFullError(
-            f"{store.uri} has room for {free / 2**20:,.1f} MiB, and a checkpoint takes {size / 2**20:,.1f} MiB: make "
-            "room there, or name another place in checkpoint.uri"
+            f"{store.uri} has room for {disk.free / 2**20:,.1f} MiB, and a checkpoint takes {size / 2**20:,.1f} MiB: "
+            "make room there, or name another place in checkpoint.uri"
         )
 
 

@@ -206,6 +206,9 @@ def test_full_cache_disk(s3_server: S3Server, model_uri: str, tmp_path: Path, mo
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage._replace(free=10))
     with pytest.raises(StorageFullError, match=r"enlarge compute\.cacheSize"):
         localise(model_uri, tmp_path, s3_server.settings, kind="model")
+    # One that does not say how large it is
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage._replace(total=0, used=0, free=0))
+    localise(model_uri, tmp_path, s3_server.settings, kind="model")
 
 
 @pytest.mark.parametrize(

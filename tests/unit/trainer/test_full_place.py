@@ -7,6 +7,7 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, RunState
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer import storage
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.protocol import Protocol
@@ -108,3 +109,13 @@ def test_where_nothing_was_ever_claimed_there_is_nothing_to_remove(config: Train
         check(config, store, tmp_path)
     with pytest.raises(StorageFullError):
         Protocol(store).claim(config.job.uid)
+
+
+def test_a_file_system_that_says_it_has_no_size_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over FUSE some answer nothing but zeros, and so does a tmpfs without a limit."""
+    disk = storage.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: disk._replace(total=0, used=0, free=0))
+    storage.check_room(LocalStore(tmp_path), 1000)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda _: disk._replace(free=999))
+    with pytest.raises(StorageFullError, match=r"has room for 0\.0 MiB"):
+        storage.check_room(LocalStore(tmp_path), 1000)
