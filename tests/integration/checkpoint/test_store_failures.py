@@ -35,6 +35,7 @@ from sft_trainer.errors import (
     ConfigError,
     StorageFullError,
     StorageNotFoundError,
+    StorageRefusedError,
     StorageUnavailableError,
 )
 from sft_trainer.outage import is_outage
@@ -676,6 +677,25 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.create("x", b"mine")
     assert not store.create("x", b"yours")
     assert store.read("x") == b"mine"
+
+
+def test_a_file_system_that_renames_nothing_is_none_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bucket that is mounted as a folder: each start would be told to look after the volume's health."""
+
+    def no(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    for name in ("link", "rename", "replace"):
+        monkeypatch.setattr(os, name, no)
+    store = LocalStore(tmp_path)
+    for write in (store.probe, lambda: store.put("alive.json", b"{}"), lambda: store.create("run.json", b"{}")):
+        with pytest.raises(StorageRefusedError, match="Function not implemented; the file system there cannot do that"):
+            write()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(StorageRefusedError, match="File name too long"):
+        LocalStore(tmp_path / ("x" * 300)).put("run.json", b"{}")
 
 
 NO_LINKS = textwrap.dedent(

@@ -23,6 +23,7 @@ from sft_trainer.errors import (
     AccessDeniedError,
     StorageFullError,
     StorageNotFoundError,
+    StorageRefusedError,
     StorageUnavailableError,
     TrainingError,
 )
@@ -30,6 +31,8 @@ from sft_trainer.errors import (
 _INCOMPLETE = ".incomplete-"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_CANNOT = {errno.ENAMETOOLONG, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What a file system says that will say so each time: a mounted bucket that renames nothing, a limit of names."""
 _ANOTHER_PLACE = "(another checkpoint.uri begins another run)"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV}
 
@@ -44,6 +47,11 @@ def _translated(error: OSError, path: Path) -> TrainingError:
         return AccessDeniedError(f"{path}: {reason}; {_access(error.errno)} {_ANOTHER_PLACE}")
     if error.errno in (errno.ENOTDIR, errno.EISDIR):
         return StorageNotFoundError(f"{path}: {reason}; {_in_the_way(path)}: remove or rename it {_ANOTHER_PLACE}")
+    if error.errno in _CANNOT:
+        return StorageRefusedError(
+            f"{path}: {reason}; the file system there cannot do that. Name another place in checkpoint.uri: of a "
+            "bucket that is mounted as a folder its s3:// URI"
+        )
     return StorageUnavailableError(f"{path}: {reason}; check that the volume is mounted and healthy")
 
 
