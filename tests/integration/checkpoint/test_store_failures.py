@@ -151,6 +151,20 @@ def test_a_provider_that_stays_away_is_named_and_no_error_of_the_settings(
     assert store.read("x") == b"x"
 
 
+def test_a_token_that_is_not_written_yet_is_no_error_of_the_settings(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    (tmp_path / "token").touch()
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    store = S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=0)
+    with pytest.raises(StorageUnavailableError, match=r"provider gives no credentials .*ParamValidationError"):
+        store.put("x", b"x")
+
+
 class Metadata(BaseHTTPRequestHandler):
     """Those of a node, which hand out the credentials of its role."""
 

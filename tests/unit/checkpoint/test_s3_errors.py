@@ -79,6 +79,24 @@ def test_a_clock_that_is_wrong_is_no_key_that_is_refused() -> None:
     assert "access key" not in str(error)
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "expected"),
+    [
+        ("AccessDenied", 403, AccessDeniedError),
+        ("InvalidIdentityToken", 400, AccessDeniedError),
+        ("ExpiredTokenException", 400, AccessDeniedError),
+        ("IDPCommunicationError", 400, StorageUnavailableError),
+        ("Throttling", 400, StorageUnavailableError),
+    ],
+)
+def test_who_refuses_a_role_is_not_the_store(code: str, status: int, expected: type[Exception]) -> None:
+    error = translated(refusal(code, status, "AssumeRoleWithWebIdentity"), PLACE)
+    assert type(error) is expected
+    assert f"AssumeRoleWithWebIdentity gives no credentials ({code}: said so)" in str(error)
+    assert "access key" not in str(error)
+    assert is_outage(error)
+
+
 def test_only_the_answer_to_head_has_no_words_for_what_is_not_there() -> None:
     assert type(translated(refusal("404", 404, "HeadObject"), PLACE)) is ObjectNotFoundError
     assert type(translated(refusal("404", 404, "GetObject"), PLACE)) is NoS3ServerError

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from botocore.exceptions import CredentialRetrievalError, NoCredentialsError
+from botocore.exceptions import CredentialRetrievalError, NoCredentialsError, ParamValidationError
 
 
 def name_their_provider(session: Any) -> None:
     """Have the errors of the credentials of a botocore ``session`` say that they are their provider's.
 
     Of files, programs and answers that a provider reads, botocore passes on Python's own errors, which could be
-    anybody's. Raises ``CredentialRetrievalError`` when it fails now, and ``NoCredentialsError`` when it finds none: a
-    client would stay without, and a node's metadata that are away for a moment are told in no other way.
+    anybody's, and of a token that is not written yet that it is too short. Raises ``CredentialRetrievalError`` when it
+    fails now, and ``NoCredentialsError`` when it finds none: a client would stay without, and a node's metadata that
+    are away for a moment are told in no other way.
     """
     with _errors_of("the environment"):
         credentials = session.get_credentials()
@@ -32,6 +33,6 @@ def name_their_provider(session: Any) -> None:
 def _errors_of(provider: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, RuntimeError, KeyError, json.JSONDecodeError, ParamValidationError) as error:
         said = f"{type(error).__name__}: {error}"
         raise CredentialRetrievalError(provider=provider, error_msg=said) from error

@@ -64,6 +64,7 @@ _SKEWED = "RequestTimeTooSkewed"
 _TRANSIENT = {
     "BadDigest",
     "ConditionalRequestConflict",
+    "IDPCommunicationError",
     "IncompleteBody",
     "InternalError",
     "OperationAborted",
@@ -84,6 +85,8 @@ _GONE = {"NoSuchUpload", "InvalidPart"}
 
 _LOGGED_OUT = (SSOError, TokenRetrievalError, getattr(botocore.exceptions, "LoginError", SSOError))
 """What credentials of somebody who has logged in are made from has ended, or was never there."""
+_FOR_CREDENTIALS = {"AssumeRole", "AssumeRoleWithWebIdentity", "GetRoleCredentials"}
+"""Requests that botocore makes of itself, of others than the store, before it can sign one."""
 _PROVIDER_FAILED = (CredentialRetrievalError, MetadataRetrievalError)
 """Who hands out credentials gave none; what else goes wrong with it is made one of these, see ``s3_credentials``."""
 
@@ -168,6 +171,12 @@ def translated(error: Exception, place: Place) -> TrainingError:
     if isinstance(error, ClientError):
         code, status = _code(error), _status(error)
         said = f"{code or status}: {error.response.get('Error', {}).get('Message', '')}".rstrip(": ")
+        if error.operation_name in _FOR_CREDENTIALS:
+            kind = StorageUnavailableError if is_transient(error) else AccessDeniedError
+            return kind(
+                f"{place}: {error.operation_name} gives no credentials ({said}); check the role, whom it trusts, and "
+                "what the pod's service account is bound to"
+            )
         if code == "NoSuchBucket":
             return StorageNotFoundError(
                 f"{place}: the bucket {place.bucket!r} is not there; create it, or correct the URI or the endpoint"
