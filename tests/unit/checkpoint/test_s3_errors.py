@@ -79,6 +79,13 @@ def test_a_clock_that_is_wrong_is_no_key_that_is_refused() -> None:
     assert "access key" not in str(error)
 
 
+def test_what_a_rule_of_the_bucket_has_archived_is_no_key_that_is_refused() -> None:
+    error = translated(refusal("InvalidObjectState", 403, "GetObject"), PLACE)
+    assert type(error) is StorageRefusedError
+    assert "it is archived (InvalidObjectState: said so); restore it" in str(error)
+    assert "access key" not in str(error)
+
+
 @pytest.mark.parametrize(
     ("code", "status", "expected"),
     [

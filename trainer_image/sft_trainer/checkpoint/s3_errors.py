@@ -60,6 +60,7 @@ _DENIED = {
 _FULL = {"InsufficientStorage", "QuotaExceeded", "StorageFull", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull"}
 _WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "301"}
 _REFUSALS = {400, 405, 411, 501}
+_ARCHIVED = "InvalidObjectState"
 _SKEWED = "RequestTimeTooSkewed"
 _TRANSIENT = {
     "BadDigest",
@@ -193,6 +194,12 @@ def translated(error: Exception, place: Place) -> TrainingError:
             # With status 403, but no key is refused: it ends when one of both clocks is set.
             return StorageUnavailableError(
                 f"{place}: its clock and that of this machine differ too much ({said}); set the one that is wrong"
+            )
+        if code == _ARCHIVED:
+            # With status 403, too, but no key is refused.
+            return StorageRefusedError(
+                f"{place}: it is archived ({said}); restore it (aws s3api restore-object), and keep the bucket's "
+                "lifecycle rules from what runs read"
             )
         if code in _DENIED or status in (401, 403):
             return AccessDeniedError(
