@@ -774,6 +774,27 @@ def test_a_file_that_says_only_when_it_is_closed_that_the_disk_is_full_is_remove
     file.close()
 
 
+def test_what_nfs_leaves_of_a_file_that_somebody_reads_keeps_no_other_from_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a removed file that is open, which cannot be removed once more
+    store, unlink = LocalStore(tmp_path), Path.unlink
+    folders = ("checkpoints/step-00000020-a00001", "checkpoints/step-00000010-a00001")
+    for folder in folders:
+        for name in (".nfs00000000000a1b2c00000001", "r00000-0-1.bin"):
+            store.put(f"{folder}/{name}", b"x")
+
+    def busy(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", busy)
+
+    store.delete([entry.key for entry in store.list("checkpoints/")])
+    assert {entry.key.rpartition("/")[2] for entry in store.list("checkpoints/")} == {".nfs00000000000a1b2c00000001"}
+
+
 def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NFS repeats a request whose answer it missed, and then reports that the name exists."""
     link = os.link

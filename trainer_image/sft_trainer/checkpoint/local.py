@@ -29,6 +29,8 @@ from sft_trainer.errors import (
 )
 
 _INCOMPLETE = ".incomplete-"
+_SILLY = ".nfs"
+"""Of the names that NFS gives to files that are removed while somebody reads them."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _CANNOT = {errno.ENAMETOOLONG, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -267,7 +269,12 @@ class LocalStore:
         for key in keys:
             path = self._file(key)
             with _storage_errors(path):
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    # What NFS has left of a file that is removed already, and goes when its last reader closes it.
+                    if error.errno != errno.EBUSY or not path.name.startswith(_SILLY):
+                        raise
                 self._remove_if_empty(path.parent)
 
     def _remove_if_empty(self, folder: Path) -> None:
