@@ -247,6 +247,18 @@ def _no_megatron(spec: SFTJobSpec) -> Iterator[str]:
         yield f"spec.{MISSING}"
 
 
+_AWS_LOGINS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CONFIG_FILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+"""Variables that say where credentials of AWS come from."""
+
+
 def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
     """What is missing in place of Secrets, a sentence each.
 
@@ -260,8 +272,9 @@ def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator
             f"spec.model.tokenSecretRef: there is no cluster to read Secret {spec.model.token_secret_ref.name} from: "
             "set HF_TOKEN in this shell, or log in with hf auth login"
         )
-    aws_key = environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_PROFILE")
-    if spec.checkpoint.s3.credentials_secret_ref and not (aws_key or (home / ".aws" / "credentials").is_file()):
+    aws_files = any((home / ".aws" / name).is_file() for name in ("credentials", "config"))
+    aws_login = aws_files or any(environment.get(name) for name in _AWS_LOGINS)
+    if spec.checkpoint.s3.credentials_secret_ref and not aws_login:
         yield (
             "spec.checkpoint.s3.credentialsSecretRef: there is no cluster to read Secret "
             f"{spec.checkpoint.s3.credentials_secret_ref} from: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and "

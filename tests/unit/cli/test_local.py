@@ -310,6 +310,28 @@ def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
     prepared(job(**SECRETS), environment={"HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hub"), "KEY": "k"})
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "AWS_SHARED_CREDENTIALS_FILE",
+        "AWS_CONFIG_FILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    ],
+)
+def test_so_does_a_role_of_the_pod_that_the_shell_runs_in(variable: str) -> None:
+    prepared(job(**SECRETS), environment={"HF_TOKEN": "t", "KEY": "k", variable: "x"})
+
+
+def test_so_does_a_profile_without_keys(tmp_path: Path) -> None:
+    """As aws configure sso writes it, and one that names a program."""
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text("[default]\ncredential_process = keys")
+
+    prepared(job(**SECRETS), environment={"HF_TOKEN": "t", "KEY": "k", "HOME": str(tmp_path)})
+
+
 def test_another_launcher_can_be_asked_for() -> None:
     given = job(compute={"gpusPerNode": 0})
 
