@@ -45,6 +45,22 @@ def test_keep(policy: KeepPolicy, steps: list[int]) -> None:
     assert [entry.step for entry in kept_by(policy, checkpoints(3.0, 1.0, 2.0, None, 4.0))] == steps
 
 
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        (KeepPolicy(last=2), [(2, 500), (1, 400)]),
+        (KeepPolicy(last=1, best=2), [(2, 500), (1, 200)]),
+        (KeepPolicy(last=1, every_steps=500), [(2, 500)]),
+        (KeepPolicy(last=2, needed=lambda checkpoint: checkpoint.step == 500), [(2, 500), (1, 500), (1, 400)]),
+    ],
+)
+def test_a_step_that_two_attempts_have_saved_counts_once(policy: KeepPolicy, kept: list[tuple[int, int]]) -> None:
+    # Given a step that was saved by who was stopped, and once more by who made up its evaluation
+    known = checkpoints(3.0, 1.0, 2.0, 4.0, 0.5)
+    again = known[0].model_copy(update={"attempt": 2, "eval_loss": 0.4})
+    assert [(entry.attempt, entry.step) for entry in kept_by(policy, [again, *known])] == kept
+
+
 def test_of_equal_losses_the_newer_is_best() -> None:
     assert [entry.step for entry in best_of(checkpoints(1.0, 1.0, None))] == [200, 100]
 

@@ -390,19 +390,19 @@ def test_nothing_goes_once_a_newer_attempt_has_begun(tmp_path: Path, process: Ex
 
 
 def test_what_was_refused_takes_nobodys_place(tmp_path: Path, process: Exporting) -> None:
-    # Given two attempts that saved the last step, the later one with damaged bytes
-    for last in (1, 2):
-        run = Run(tmp_path, Exporting(tmp_path), last=last)
-        run.save(3)
+    # Given two attempts that saved, the later one with damaged bytes
+    for step in (1, 3):
+        run = Run(tmp_path, Exporting(tmp_path), last=2)
+        run.save(step)
         run.end()
     (damaged,) = (tmp_path / "store" / "checkpoints" / "step-00000003-a00002").glob("*.bin")
     damaged.write_bytes(bytes(damaged.stat().st_size))
 
     # When the next one goes on from the one before it, then that stays
     again = Run(tmp_path, process, last=1)
-    assert again.resume() == CheckpointId(1, 3)
+    assert again.resume() == CheckpointId(1, 1)
     again.exports.finish()
-    assert CheckpointId(1, 3).folder in again.folders()
+    assert CheckpointId(1, 1).folder in again.folders()
     again.end()
 
 

@@ -198,11 +198,16 @@ def nothing_removed(uri: str, error: AccessDeniedError) -> tuple[str, str]:
 
 
 def kept_by(policy: KeepPolicy, checkpoints: Sequence[CheckpointStatus]) -> list[CheckpointStatus]:
-    """Those of ``checkpoints`` (verified ones, newest first) that stay; never fewer than the newest."""
+    """Those of ``checkpoints`` (verified ones, newest first) that stay; never fewer than the newest.
+
+    A step that two attempts have saved counts once: who was stopped before its evaluation has it saved again with it.
+    """
+    by_step = {entry.step: entry for entry in reversed(checkpoints)}
+    counted = [entry for entry in checkpoints if entry is by_step[entry.step]]
     chosen = {
-        *((entry.attempt, entry.step) for entry in checkpoints[: max(1, policy.last)]),
-        *((entry.attempt, entry.step) for entry in best_of(checkpoints)[: policy.best]),
+        *((entry.attempt, entry.step) for entry in counted[: max(1, policy.last)]),
+        *((entry.attempt, entry.step) for entry in best_of(counted)[: policy.best]),
     }
     if policy.every_steps:
-        chosen |= {(entry.attempt, entry.step) for entry in checkpoints if entry.step % policy.every_steps == 0}
+        chosen |= {(entry.attempt, entry.step) for entry in counted if entry.step % policy.every_steps == 0}
     return [entry for entry in checkpoints if (entry.attempt, entry.step) in chosen or policy.needed(entry)]
