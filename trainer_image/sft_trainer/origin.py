@@ -78,7 +78,7 @@ class Origin:
                     "weights to begin at step 0"
                 )
 
-        return saving.begin_from(self._store, self.find, boxes, accepted)
+        return saving.begin_from(self._store, self.find, boxes, accepted, goes_on=self.goes_on)
 
     def warning(self, run: RunState) -> str:
         """What to tell whoever begins with the weights of ``run``; empty where they give the values that they gave."""

@@ -111,6 +111,9 @@ class Saving:
         self._last_save = time.monotonic()
         self._resumed: Manifest | None = None
         """Of the checkpoint that the run goes on from, while nothing newer is to be said of its step."""
+        self._began_at = 0
+        """Step of which nothing is saved before it is evaluated, or the last one: whoever starts the run again begins
+        there too."""
         self._outcome: SaveOutcome | None = None
         """How the last save failed, until that was acted on."""
         self.outage = Outage(config.spec.run_policy.storage_deadline_seconds)
@@ -162,10 +165,17 @@ class Saving:
         return manifest
 
     def begin_from(
-        self, store: Store, find: Callable[[], Manifest], boxes: Sequence[Box], accept: Callable[[Manifest], None]
+        self,
+        store: Store,
+        find: Callable[[], Manifest],
+        boxes: Sequence[Box],
+        accept: Callable[[Manifest], None],
+        *,
+        goes_on: bool,
     ) -> Manifest:
         """Fill ``boxes`` from the checkpoint of another run in ``store`` that ``find`` finds on the leader.
 
+        ``goes_on``: the first step of this run is the one after it.
         Raises what ``find`` and ``accept`` raise, ``ConfigError`` when the boxes are not those of the checkpoint,
         ``NoUsableCheckpointError`` when it is damaged. A collective call.
         """
@@ -174,6 +184,7 @@ class Saving:
             manifest = self._manager.load_from(store, find, boxes, accept)
         finally:
             self._work_on()
+        self._began_at = manifest.step if goes_on else 0
         self._reporter.say("this run begins with %s of the run in %s", manifest.id.folder, store.uri)
         return manifest
 
@@ -299,12 +310,12 @@ class Saving:
     def _is_saved(self, step: int, run: RunState) -> bool:
         """Whether the run began at ``step``, or went on from its checkpoint, which knows of its evaluation if any, and
         of its end."""
+        ends = (run.model_extra or {}).get("stopped_early", "")
         if self._resumed is None:
-            return step == 0
+            # Where it began with a checkpoint of another run, that knows neither.
+            return step == self._began_at and (step == 0 or (run.metrics.get("evalLoss") is None and not ends))
         known = self._resumed.run
-        same_end = (known.model_extra or {}).get("stopped_early", "") == (run.model_extra or {}).get(
-            "stopped_early", ""
-        )
+        same_end = (known.model_extra or {}).get("stopped_early", "") == ends
         same_loss = run.metrics.get("evalLoss") in (None, known.metrics.get("evalLoss"))
         return step == self._resumed.step and same_loss and same_end
 

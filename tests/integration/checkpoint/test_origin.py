@@ -65,7 +65,7 @@ def read(origin: Origin, tmp_path: Path, tensors: Tensors, total_steps: int = 10
     manager = started(LocalStore(tmp_path / "mine"))
 
     class Reads:
-        def begin_from(self, *arguments: Any) -> Any:
+        def begin_from(self, *arguments: Any, goes_on: bool) -> Any:
             return manager.load_from(*arguments)
 
     boxes = whole(tensors, WEIGHT)

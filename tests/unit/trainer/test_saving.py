@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId, RunState
+from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer import saving
+from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import WriteStream
@@ -271,6 +272,32 @@ def test_a_step_that_is_evaluated_after_a_resume_is_saved_again_with_that(tmp_pa
     # Then the one with it is a checkpoint of its own, and the one that counts
     assert [(entry.step, entry.attempt, entry.eval_loss) for entry in saving.checkpoints.kept] == [(4, 3, 2.5)]
     assert saving.checkpoint_of(4) == CheckpointId(attempt=3, step=4)
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["everything", "weights"])
+def test_who_is_stopped_before_his_first_step_begins_again_with_the_checkpoint_of_the_other_run(
+    run: Run, tmp_path: Path, goes_on: bool
+) -> None:
+    # Given a run that begins with a checkpoint of another one, and is to be evaluated before its first step
+    run.store.gate.set()
+    run.save(4, final=True)
+    (theirs,) = (each for each in Catalog(run.store).candidates() if isinstance(each, Manifest))
+    store = LocalStore(tmp_path / "mine")
+    mine = Saving(run.config, store, run.reporter, device=torch.device("cpu"), topology=ALONE)
+    mine.claim_attempt()
+    mine.begin_from(run.store, lambda: theirs, run.boxes, lambda manifest: None, goes_on=goes_on)
+    began = 4 if goes_on else 0
+
+    def saved(step: int, loss: float | None) -> list[int]:
+        record = run.config.numbers().as_record()
+        mine.save(step, run.boxes, RunState(cursor=step, numbers=record, metrics={"evalLoss": loss}), final=True)
+        return [entry.step for entry in mine.checkpoints.kept]
+
+    # When it is stopped before that, then nothing is saved that would be taken for a run that goes on
+    assert saved(began, None) == []
+    # And it is, once there is something of its own to keep
+    assert saved(began, 2.5) == ([4] if goes_on else [])
+    assert saved(5, None)[0] == 5
 
 
 def test_a_checkpoint_that_does_not_say_that_the_run_ends_with_it_is_saved_once_more(run: Run) -> None:
