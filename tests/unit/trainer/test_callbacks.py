@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.checkpoints import CheckpointId
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1 import CallbackSpec, SFTJob
 from sft_api.v1alpha1.status import CheckpointStatus
@@ -27,6 +28,7 @@ from sft_trainer.events import (
     ExportEnded,
     Logged,
     Request,
+    Resumed,
     Started,
 )
 from sft_trainer.figures import Figures
@@ -242,6 +244,20 @@ def test_checkpoints_and_the_export_are_told_once_and_of_a_new_attempt(tmp_path:
         ["save", 6, "file:///c/6"],
         ["end", 6, "complete", "", "file:///model"],
     ]
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["of another run", "of this run"])
+def test_a_checkpoint_of_another_run_is_not_taken_for_the_first_of_this_one(tmp_path: Path, begins: bool) -> None:
+    # Given a run that goes on after a checkpoint of another one, of the attempt and step of its own first
+    callbacks = Callbacks(config(tmp_path, spec("Diary", folder=str(tmp_path))), ALONE)
+    resumed = Resumed(CheckpointId(2, 4), Figures(4), checkpoints_status([]), [], begins)
+    callbacks.on_resume(resumed, Control())
+
+    # When the evaluation before its first step is saved
+    callbacks.on_commit(Committed(4, checkpoints_status([checkpoint(4)])), Control())
+
+    told = [line[:2] for line in diary(tmp_path)] if (tmp_path / "diary-0.jsonl").exists() else []
+    assert told == ([["save", 4]] if begins else [])
 
 
 def test_other_processes_are_told_of_no_checkpoint_and_may_ask_all_the_same(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Callbacks(Listener):
         self._total_steps = 0
         self._started = False
         self._saved: tuple[int, int] | None = None
-        """Attempt and step of the last checkpoint that they were told of, or that was there before."""
+        """Attempt and step of the last checkpoint that they were told of, or that this run had before."""
         self._stopped_early = ""
         self._export_uri: str | None = None
 
@@ -51,7 +51,8 @@ class Callbacks(Listener):
         self._attempt = event.attempt
 
     def on_resume(self, event: Resumed, control: Control) -> None:
-        self._saved = event.checkpoint
+        # One of another run may have the attempt and step of one that this run saves.
+        self._saved = None if event.begins else event.checkpoint
         self._stopped_early = event.figures.stopped_early
 
     def on_start(self, event: Started, control: Control) -> None:
