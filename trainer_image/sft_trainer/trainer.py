@@ -168,8 +168,10 @@ class Trainer:
 
     def _follow(self) -> None:
         """Do what the processes have agreed on."""
+        self._agree_before_a_save()
         if self.control.takes(Request.EVALUATE):
             self._evaluate()
+            self._agree_before_a_save()
         if self._finishes_now() and self.control.takes(Request.FINISH):
             self._finish()
         if self.control.takes(Request.STOP):
@@ -181,6 +183,11 @@ class Trainer:
             self._save()
         elif self.control.wants(Request.SAVE) and self.ours.saves.in_flight:
             self.saving.hurry()
+
+    def _agree_before_a_save(self) -> None:
+        """Agree on what was asked for meanwhile where this step is saved: who goes on there hears of it no more."""
+        if self._saves_now() or self.control.wants(Request.STOP):
+            self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
 
     def _finishes_now(self) -> bool:
         # Of step 0 nothing is saved, and so nothing can be exported.

@@ -142,13 +142,13 @@ def test_the_public_module_needs_no_library_of_the_trainer() -> None:
 
 
 def test_callbacks_watch_the_whole_run_and_ask_for_more(tmp_path: Path) -> None:
-    callback = spec("Diary", folder=str(tmp_path), save="1", evaluate="2", stop="4")
+    callback = spec("Diary", folder=str(tmp_path), save="1", evaluate="3", stop="4")
     story = Story(tmp_path, {}, training={"steps": 6, "callbacks": [callback]})
 
     story.run()
 
     # What they ask for is done after the step that is agreed on next.
-    assert story.told == ["save 2", "evaluate 3", "evaluate 5", "save 5 at the end"]
+    assert story.told == ["save 2", "evaluate 4", "evaluate 5", "save 5 at the end"]
     why = f"after step 5: it is enough ({MODULE}:Diary)"
     assert story.figures.stopped_early == why
     heard = [[word for word in line if not isinstance(word, float)] for line in diary(tmp_path)]
@@ -157,8 +157,8 @@ def test_callbacks_watch_the_whole_run_and_ask_for_more(tmp_path: Path) -> None:
         ["step", 1, 0],
         ["step", 2, 0],
         ["step", 3, 0],
-        ["evaluate", 3, {"held-out": 1.0}],
         ["step", 4, 0],
+        ["evaluate", 4, {"held-out": 1.0}],
         ["step", 5, 0],
         ["evaluate", 5, {"held-out": 1.0}],
         ["end", 5, "complete", why, None],

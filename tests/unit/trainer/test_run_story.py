@@ -210,7 +210,7 @@ def test_a_listener_watches_the_whole_run_and_asks_for_more(tmp_path: Path) -> N
             heard.append(f"step {event.step}")
             if event.step == 1:
                 control.ask(Request.SAVE)
-            if event.step == 2:
+            if event.step == 3:
                 control.ask(Request.EVALUATE)
             if event.step == 4:
                 control.ask(Request.STOP)
@@ -226,9 +226,9 @@ def test_a_listener_watches_the_whole_run_and_asks_for_more(tmp_path: Path) -> N
         story.run()
 
     # It is done after the step that is agreed on next.
-    assert story.told == ["save 2", "evaluate 3", "save 5 at the end"]
+    assert story.told == ["save 2", "evaluate 4", "save 5 at the end"]
     assert heard == [
-        *("start 0/6", "step 1", "step 2", "save 2", "step 3", "evaluate 3", "step 4", "step 5", "save 5"),
+        *("start 0/6", "step 1", "step 2", "save 2", "step 3", "step 4", "evaluate 4", "step 5", "save 5"),
     ]
 
 
@@ -557,6 +557,45 @@ def test_what_asks_for_the_end_gets_it_after_a_step(tmp_path: Path, after: int, 
     story.run()
     assert story.told == [f"evaluate {ends}", f"save {ends} at the end"]
     assert story.figures.stopped_early == f"after step {ends}: it was asked to"
+
+
+@pytest.mark.parametrize("happens", [{}, {4: "stop"}], ids=["saved", "stopped"])
+@pytest.mark.parametrize("request_", [Request.FINISH, Request.EVALUATE], ids=["the end", "an evaluation"])
+def test_what_is_asked_for_after_a_step_that_is_saved_is_done_before_that(
+    tmp_path: Path, request_: Request, happens: dict[int, str]
+) -> None:
+    # Given a listener that asks once, after a step whose checkpoint is the one that a restart goes on from
+    class AsksOnce(Listener):
+        def on_step(self, event: StepDone, control: Control) -> None:
+            if event.step == 4:
+                control.ask(request_, "it was asked to")
+
+    story = Story(tmp_path, happens, listeners=[AsksOnce()], checkpoint={"everySteps": 4})
+
+    # When it is saved, or left
+    if happens:
+        with pytest.raises(StopRequested):
+            story.run()
+    else:
+        story.run()
+
+    # Then nobody has to ask again
+    if request_ is Request.FINISH:
+        assert story.told == (["save 4 at the end"] if happens else ["evaluate 4", "save 4 at the end"])
+        assert story.figures.stopped_early == "after step 4: it was asked to"
+    else:
+        assert story.told[:2] == ["evaluate 4", "save 4 at the end" if happens else "save 4"]
+
+
+def test_what_an_evaluation_gives_occasion_to_ask_for_is_done_before_its_step_is_saved(tmp_path: Path) -> None:
+    class AsksAtOnce(Listener):
+        def on_evaluate(self, event: Evaluated, control: Control) -> None:
+            control.ask(Request.FINISH, "it is good enough")
+
+    training = {"steps": 6, "evaluation": {"everySteps": 2}}
+    story = Story(tmp_path, {}, listeners=[AsksAtOnce()], training=training, checkpoint={"everySteps": 2})
+    story.run()
+    assert story.told == ["evaluate 2", "save 2 at the end"]
 
 
 def test_a_run_that_makes_all_its_steps_is_not_stopped_early(tmp_path: Path) -> None:

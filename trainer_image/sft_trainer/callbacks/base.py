@@ -108,6 +108,7 @@ class Control:
     """What a callback may ask for. One process is enough: all do it after the same step.
 
     That is one step later on a CPU, and up to three on a GPU: a step is heard of when the next one is on its way.
+    What is asked for after a step that is saved is done before that, so that a restart cannot lose it.
 
     A plain object, so that tests of a callback can look at it.
     """
