@@ -18,18 +18,21 @@ class EvaluatesWhenDue(Listener):
         """Whether the step that comes is the first that this run makes."""
         self._evaluated_at: int | None = None
         """Step of the checkpoint that the run goes on from, if it is one that was evaluated."""
+        self._left = False
+        """Whether its evaluation was left, whoever had asked for it."""
 
     def on_resume(self, event: Resumed, control: Control) -> None:
-        self._begins = event.begins
+        self._begins, self._left = event.begins, event.figures.evaluation_left
         if event.figures.eval_loss is not None:
             self._evaluated_at = event.checkpoint.step
 
     def on_start(self, event: Started, control: Control) -> None:
         self._total_steps = event.total_steps
-        # Who was asked to stop has left the evaluation of the step that it saved.
+        # Who was asked to stop has left the evaluation of the step that it saved. Of one that nobody had begun, or that
+        # was of other data, the checkpoint does not say so.
         planned_here = 0 < event.step < self._total_steps and Request.EVALUATE in planned(self._spec, event.step)
         left = planned_here and event.step != self._evaluated_at
-        if left or (self._begins and self._spec.training.evaluation.before_training):
+        if left or self._left or (self._begins and self._spec.training.evaluation.before_training):
             control.ask(Request.EVALUATE)
 
     def on_ask(self, event: Asking, control: Control) -> None:

@@ -10,7 +10,7 @@ from .data.batches import Step
 
 _TOTALS = (
     *("examples_seen", "tokens_seen", "trained_tokens_seen", "step_seconds", "first_loss", "first_eval_loss"),
-    *("best_eval_loss", "worse_evaluations", "judged_at", "stopped_early"),
+    *("best_eval_loss", "worse_evaluations", "judged_at", "stopped_early", "evaluation_left"),
 )
 """Fields of a ``RunState`` by the same names."""
 _SHOWN = (
@@ -48,6 +48,8 @@ class Figures:
     """Evaluations since then, none of which was better."""
     judged_at: int = -1
     """Step of the last evaluation that is counted in these, by whatever attempt: none counts twice."""
+    evaluation_left: bool = False
+    """Whether an evaluation after ``step`` was begun and left: whoever goes on from there makes it up."""
     stopped_early: str = ""
     """Why the run ends with ``step`` and not as planned, a sentence; empty while it does not."""
 
@@ -87,6 +89,7 @@ class Figures:
             step_seconds=self.step_seconds + seconds,
             loss=shown,
             first_loss=shown if number == 1 else self.first_loss,
+            evaluation_left=False,
         )
 
     def evaluated(self, loss: float, accuracy: float | None = None, *, min_delta: float = 0.0) -> "Figures":
@@ -94,6 +97,7 @@ class Figures:
         shown = finite(loss)
         first = shown if self.step == 0 else self.first_eval_loss
         told = replace(self, eval_loss=shown, eval_accuracy=accuracy, first_eval_loss=first, evaluated_at=self.step)
+        told = replace(told, evaluation_left=False)
         if self.judged_at == self.step:
             return told
         better = shown is not None and (self.best_eval_loss is None or shown < self.best_eval_loss - min_delta)
@@ -111,4 +115,5 @@ class Figures:
 
     def as_another_run(self) -> "Figures":
         """Those of a run that goes on from another one's checkpoint: how its own go, and how long, it tells itself."""
-        return replace(self, step_seconds=0.0, best_eval_loss=None, worse_evaluations=0, judged_at=-1, stopped_early="")
+        unjudged = replace(self, best_eval_loss=None, worse_evaluations=0, judged_at=-1)
+        return replace(unjudged, step_seconds=0.0, stopped_early="", evaluation_left=False)

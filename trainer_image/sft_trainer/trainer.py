@@ -493,6 +493,7 @@ class Trainer:
             leaving=self._leaving,
         )
         if result is None:
+            self.figures = replace(self.figures, evaluation_left=True)
             self._stop()
         early = self.spec.training.evaluation.early_stopping
         min_delta = early.min_delta if early else 0.0

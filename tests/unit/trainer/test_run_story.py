@@ -448,6 +448,13 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     assert len(computed) == 2
     assert story.told == ["save 4 at the end"]
     assert story.figures.evaluated_at == -1
+    # And that it was left is known to whoever goes on, also where a callback had asked for it
+    run = RunState.model_validate({**story.figures.record(), "updates": 4})
+    saved = Manifest(step=4, attempt=1, job_uid="u", world_size=1, created=datetime.now(UTC), run=run, files=())
+    due, control = EvaluatesWhenDue(story.spec), Control()
+    due.on_resume(Resumed(saved.id, Figures.recorded(saved), CheckpointsStatus(), []), control)
+    due.on_start(Started(4, 6), control)
+    assert control.asks(Request.EVALUATE)
 
 
 class Hears(Listener):
