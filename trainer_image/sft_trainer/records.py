@@ -38,6 +38,12 @@ class StepRecords:
         lines = [json.dumps({key: _as_json(value) for key, value in record.items()}) for record in self._records]
         return "".join(f"{line}\n" for line in lines).encode()
 
+    def copy(self) -> "StepRecords":
+        """The same, which what is added from now on changes no more."""
+        copied = StepRecords()
+        copied._records = [{**record} for record in self._records]
+        return copied
+
     def clear(self) -> None:
         """Forget them: they are where they shall be."""
         self._records.clear()
@@ -73,11 +79,15 @@ class RecordsFile(Listener):
 
     def on_save_begins(self, event: SaveBegins, control: Control) -> None:
         self.records.forget(up_to=self._written)
-        if not (lines := self.records.lines()):
+        records = self.records.copy()
+        if not records.lines():
             return
 
         def write() -> None:
-            self._store.put(metrics_key(event.step, self._attempt), lines)
+            # The save before may have been on its way when this one began, and is over now.
+            records.forget(up_to=self._written)
+            if lines := records.lines():
+                self._store.put(metrics_key(event.step, self._attempt), lines)
             self._written = event.step
 
         event.beside.append(write)

@@ -19,7 +19,7 @@ from sft_trainer.curves.listener import Curve
 from sft_trainer.curves.writer import CurveWriter
 from sft_trainer.data.batches import Step
 from sft_trainer.errors import StopRequested, StorageUnavailableError
-from sft_trainer.events import Control, Ended, Evaluated, Listener, Listeners, Logged, SaveEnded
+from sft_trainer.events import Claimed, Control, Ended, Evaluated, Listener, Listeners, Logged, SaveBegins, SaveEnded
 from sft_trainer.figures import Figures
 from sft_trainer.place import open_place
 from sft_trainer.prepared import Prepared
@@ -148,6 +148,28 @@ def test_the_records_of_the_steps_since_the_last_save_are_beside_it(begin: Calla
         },
     ]
     assert [record["step"] for record in run.recorded(3)] == [3]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "failed"])
+def test_a_save_that_waits_for_the_one_before_writes_no_step_again(tmp_path: Path, fails: bool) -> None:
+    # Given a save that is on its way when the next one begins, as the last one does
+    store, control = LocalStore(tmp_path / "store"), Control()
+    file = RecordsFile(store)
+    file.on_claim(Claimed(1, 2), control)
+    saves = []
+    for step in (1, 2):
+        file.on_log(Logged(step, {"loss": 1.0}), control)
+        saves.append(SaveBegins(step, final=step == 2))
+        file.on_save_begins(saves[-1], control)
+
+    # When both are through, the second after another try, or the first has come to nothing
+    for begins in [*([] if fails else saves[:1]), saves[1], saves[1]]:
+        for write in begins.beside:
+            write()
+
+    # Then each step is recorded once
+    lines = [line for entry in store.list("metrics/") for line in store.read(entry.key).splitlines()]
+    assert sorted(json.loads(line)["step"] for line in lines) == [1, 2]
 
 
 def test_a_loss_that_is_not_finite_is_null_in_the_records(begin: Callable[..., Run]) -> None:
