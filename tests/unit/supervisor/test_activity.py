@@ -108,7 +108,7 @@ def test_who_waits_says_so_once_and_its_other_words_are_no_life(
 def test_a_file_that_is_not_an_activity_says_nothing(tmp_path: Path) -> None:
     activities = Activities(tmp_path, range(1), now=0.0)
     (tmp_path / "activity").mkdir()
-    (tmp_path / "activity" / "rank-0.json").write_text(json.dumps({"phase": "Invented"}))
+    (tmp_path / "activity" / "rank-0.json").write_text(json.dumps({"phase": 3}))
     activities.read(5.0)
     assert activities.summary(5.0).silent_seconds == 5.0
 
