@@ -36,6 +36,9 @@ class TrainerConfig(ReportModel):
     plan: Plan
     checkpoint_uri: str
     export_uri: str | None = Field(default=None, description="None when nothing is exported.")
+    ca_bundle: str = Field(
+        default="", description="Certificates of authorities, in PEM, that are trusted besides: ``trust``."
+    )
 
     @field_validator("spec")
     @classmethod
@@ -67,11 +70,13 @@ class TrainerConfig(ReportModel):
         default_checkpoint_uri: str | None,
         processes: int | None = None,
         gpu_memory: int | None = None,
+        ca_bundle: str = "",
     ) -> "TrainerConfig":
         """The configuration of ``job``; ``default_checkpoint_uri`` is used when the spec names none.
 
         ``processes`` is how many there are, when not as many as the spec asks for; ``gpu_memory`` the bytes of a GPU,
         where the spec does not say it. The plan is without its memory: the trainer sees model and GPU itself.
+        ``ca_bundle`` holds the platform's own authorities.
         Raises ``ValueError`` when there is no place for checkpoints, or the export would go where it must not.
         """
         checkpoint_uri = job.spec.checkpoint.uri or default_checkpoint_uri
@@ -98,6 +103,7 @@ class TrainerConfig(ReportModel):
             plan=make_plan(spec, processes=processes, gpu_memory=gpu_memory).model_copy(update={"memory": None}),
             checkpoint_uri=checkpoint_uri,
             export_uri=(export.uri or default_export(checkpoint_uri)).rstrip("/") if export.at_end else None,
+            ca_bundle=ca_bundle,
         )
 
     def numbers(self) -> Numbers:

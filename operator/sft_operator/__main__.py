@@ -9,12 +9,14 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import uvloop
 from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
+from sft_api.trust import trust
 
 from .cluster.client import ConfigError
 from .cluster.leadership import LeadershipLost
@@ -51,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(level=settings.log_level, handlers=[handler])
+        if settings.ca_bundle:
+            trust(settings.ca_bundle, Path(tempfile.mkdtemp()), os.environ)
         fit_status({})  # walks the schema: not while the first job waits
         # Of what a look makes hardly anything is a cycle, and all that was imported stays.
         gc.freeze()

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
+from sft_api.trust import checked_bundle
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
 from sft_api.v1alpha1.quantities import Quantity, quantity_value
 
@@ -119,6 +120,8 @@ class Settings(SettingsModel):
     namespace: str | None = None
     """Serve only this namespace; all when absent."""
     store: StoreSettings | None = None
+    ca_bundle: Annotated[str, AfterValidator(checked_bundle)] = ""
+    """Certificates of authorities, in PEM, that the operator and training pods trust beside those of their images."""
     pods: PodSettings = PodSettings()
     network_policy: NetworkPolicySettings = NetworkPolicySettings()
     leader_election: LeaderElectionSettings = LeaderElectionSettings()

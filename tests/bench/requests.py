@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import ssl
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import uvloop
 from sft_api.ports import free_port
 from sft_operator.cluster.client import Cluster
 from sft_operator.cluster.requests import Requests
+from tests.certificates import self_signed
 
 REQUESTS = 2000
 AT_ONCE = 4
@@ -59,7 +59,7 @@ class _Answering(asyncio.Protocol):
 
 async def _serve(port: int, folder: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
     server = await asyncio.get_running_loop().create_server(_Answering, "127.0.0.1", port, ssl=context)
     await server.serve_forever()
 
@@ -70,7 +70,7 @@ def _server(port: int, folder: Path) -> None:
 
 async def _milliseconds(port: int, folder: Path, *, own: bool) -> float:
     """Of this process, for one request."""
-    context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+    context = ssl.create_default_context(cafile=str(folder / "tls.crt"))
     url = f"https://127.0.0.1:{port}"
 
     async def token() -> str:
@@ -115,14 +115,7 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     with tempfile.TemporaryDirectory(prefix="sft-bench-") as scratch:
         folder, port = Path(scratch), free_port()
-        files = ["-keyout", "key.pem", "-out", "cert.pem"]
-        name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files, *name],
-            cwd=folder,
-            check=True,
-            capture_output=True,
-        )
+        self_signed(folder)
         server = multiprocessing.Process(target=_server, args=(port, folder), daemon=True)
         server.start()
         try:

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tests.certificates import self_signed
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary, kept_folder
 
@@ -79,7 +80,7 @@ class Manager:
         (self.folder / "etc" / "work").mkdir(parents=True, exist_ok=True)
         certificates.mkdir(parents=True, exist_ok=True)
         if not (certificates / "tls.crt").exists():
-            _make_certificate(certificates)
+            self_signed(certificates)
         config = {
             "apiVersion": "config.kueue.x-k8s.io/v1beta2",
             "kind": "Configuration",
@@ -166,18 +167,6 @@ class Manager:
     def remove_webhooks(self) -> None:
         for kind in ("mutatingwebhookconfiguration", "validatingwebhookconfiguration"):
             self.cluster.kubectl("delete", kind, "kueue-played", "--ignore-not-found")
-
-
-def _make_certificate(folder: Path) -> None:
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
-            "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(folder / "tls.key"),
-            "-out", str(folder / "tls.crt"),
-        ],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from sft_api.failures import FailureClass, exit_code  # noqa: E402
 from sft_api.megatron import MISSING, is_installed  # noqa: E402
 from sft_api.progress import PROGRESS_PORT, Incident, TerminationMessage  # noqa: E402
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
+from sft_api.trust import trust  # noqa: E402
 from sft_api.v1alpha1.megatron import megatron_of  # noqa: E402
 from sft_trainer.supervisor import identity  # noqa: E402
 from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
@@ -85,14 +86,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _settings(options: argparse.Namespace, run_dir: Path) -> Settings:
+def _config(path: Path) -> TrainerConfig:
     """Raises ValueError with what to change."""
     try:
-        config = TrainerConfig.model_validate_json(options.config.read_bytes())
+        return TrainerConfig.model_validate_json(path.read_bytes())
     except OSError as problem:
-        raise ValueError(f"the configuration {options.config} cannot be read: {problem.strerror}") from problem
+        raise ValueError(f"the configuration {path} cannot be read: {problem.strerror}") from problem
     except ValidationError as problem:
-        raise ValueError(f"the configuration {options.config} is not valid: {problem}") from problem
+        raise ValueError(f"the configuration {path} is not valid: {problem}") from problem
+
+
+def _settings(options: argparse.Namespace, config: TrainerConfig, run_dir: Path) -> Settings:
+    """Raises ValueError with what to change."""
     compute, policy = config.spec.compute, config.spec.run_policy
     nodes = options.nodes or compute.nodes
     if not 0 <= options.node_rank < nodes:
@@ -195,7 +200,10 @@ def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessag
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            settings = _settings(options, run_dir)
+            config = _config(options.config)
+            # For this process and for the workers, which are given its environment.
+            trust(config.ca_bundle, run_dir, os.environ)
+            settings = _settings(options, config, run_dir)
         except ValueError as problem:
             return TerminationMessage(failure=FailureClass.CONFIG_ERROR, message=str(problem)[:2000])
         loop = asyncio.new_event_loop()

@@ -51,6 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
     "renewSeconds" 4)
   "httpPort" 8080
   "logLevel" .Values.logLevel -}}
+{{- if .Values.caBundle }}{{ $_ := set $settings "caBundle" .Values.caBundle }}{{ end -}}
 {{- if .Values.watchNamespace }}{{ $_ := set $settings "namespace" .Values.watchNamespace }}{{ end -}}
 {{- if .Values.store.uri -}}
 {{- $s3 := dict -}}

@@ -27,8 +27,11 @@ def default_checkpoint_uri(job: SFTJob, store: StoreSettings | None) -> str | No
     return f"{own_folder(store, identity.namespace)}/{folder_name(identity.name, Numbers.of(job.spec))}"
 
 
-def trainer_config(job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None) -> TrainerConfig:
-    """The resolved configuration of the run; ``gpu_memory`` is that of GPUs of which its spec does not say it.
+def trainer_config(
+    job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None, ca_bundle: str = ""
+) -> TrainerConfig:
+    """The resolved configuration of the run; ``gpu_memory`` is that of GPUs of which its spec does not say it, and
+    ``ca_bundle`` holds the platform's own authorities.
 
     Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod, and
     ``PlaceNotAllowed`` when it is another namespace's in the platform's store.
@@ -54,6 +57,7 @@ def trainer_config(job: SFTJob, store: StoreSettings | None, gpu_memory: int | N
         uid=job.metadata.uid,
         default_checkpoint_uri=default_checkpoint_uri(job, store),
         gpu_memory=gpu_memory,
+        ca_bundle=ca_bundle,
     )
 
 
@@ -63,9 +67,11 @@ def place_annotations(config: TrainerConfig) -> dict[str, str]:
     return {name: uri for name, uri in places.items() if uri is not None}
 
 
-def build_config_map(job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None) -> Manifest:
+def build_config_map(
+    job: SFTJob, store: StoreSettings | None, gpu_memory: int | None = None, ca_bundle: str = ""
+) -> Manifest:
     """The ConfigMap; raises ``ValueError`` like ``trainer_config``."""
-    config = trainer_config(job, store, gpu_memory)
+    config = trainer_config(job, store, gpu_memory, ca_bundle)
     text = config.model_dump_json(by_alias=True, exclude_none=True, indent=1)
     return config_map(job.metadata, text, place_annotations(config))
 

@@ -38,7 +38,8 @@ def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") ->
     ``take_over`` is the word by which a user asks to take the place of the run over from another holder. Raises
     ``ValueError`` with what to change when the spec cannot be run here.
     """
-    children = [build_config_map(job, settings.store, settings.pods.gpu_bytes), build_service(job.metadata)]
+    configured = build_config_map(job, settings.store, settings.pods.gpu_bytes, settings.ca_bundle)
+    children = [configured, build_service(job.metadata)]
     if settings.network_policy.enabled:
         children.append(build_network_policy(job.metadata, settings.network_policy))
     return [*children, build_job(job, settings, take_over=take_over)]

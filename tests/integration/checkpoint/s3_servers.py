@@ -78,13 +78,13 @@ def server_on_a_tiny_disk(folder: Path, command: Callable[[Path, list[str]], lis
     keys = {"ROOT_ACCESS_KEY": started.access_key, "ROOT_SECRET_KEY": started.secret_key}
     supervisor = Supervisor(folder.parent / "server", die_with_parent=True)
     try:
-        supervisor.start(Component("versitygw", command(folder, program), lambda: _listens(port), environment=keys))
+        supervisor.start(Component("versitygw", command(folder, program), lambda: listens(port), environment=keys))
         started.client().create_bucket(Bucket=BUCKET)
         yield started
     finally:
         supervisor.stop("versitygw")
 
 
-def _listens(port: int) -> str | None:
+def listens(port: int) -> str | None:
     with socket.socket() as probe:
         return None if probe.connect_ex(("127.0.0.1", port)) == 0 else f"nothing listens on port {port}"

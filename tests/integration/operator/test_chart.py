@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from sft_operator.config import LeaderElectionSettings, PodSettings, Settings, load_settings
+from tests.certificates import self_signed
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
@@ -64,6 +65,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("pods.imagePullPolicy=Sometimes", "/pods/imagePullPolicy"),
         ("pods.megatronImage.tag=1", "/pods/megatronImage"),
         ("logLevel=LOUD", "/logLevel"),
+        ("caBundle=ca.crt", "/caBundle"),
+        ("settings.caBundle=ca.crt", "/settings/caBundle"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
         ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
         ("pods.resources.perGpu.requests.gpus=1", "'gpus'"),
@@ -295,6 +298,15 @@ def test_values_reach_the_settings(tmp_path: Path) -> None:
     assert settings.pods.gpu_bytes == 80 * 2**30
     assert settings.network_policy.metrics_namespaces == ["monitoring"]
     assert settings.poll_seconds == 33
+
+
+def test_authorities_reach_the_settings_as_their_file_has_them(tmp_path: Path) -> None:
+    certificate, _ = self_signed(tmp_path)
+    rendered = helm("template", "x", str(CHART), "--set=crds.install=false", f"--set-file=caBundle={certificate}")
+
+    objects = [item for item in yaml.safe_load_all(rendered.stdout) if item]
+
+    assert settings_of(objects, tmp_path).ca_bundle == certificate.read_text()
 
 
 def test_what_pods_ask_for_is_the_same_in_the_chart_and_without_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sft_operator.builders import (
 )
 from sft_operator.builders.config_map import default_checkpoint_uri
 from sft_operator.config import NetworkPolicySettings, PodSettings, Settings, StoreSettings
+from sft_operator.decisions.changes import desired_children
 from tests.unit.operator.make import make_job
 
 SETTINGS = Settings(pods=PodSettings(image="trainer:1"))
@@ -442,6 +443,13 @@ def test_the_configuration_is_complete_and_holds_no_defaults_to_fill_in() -> Non
     assert config.export_uri == "s3://bucket/runs/export"
     assert config.plan.processes == 16
     assert json.loads(config_map["data"]["config.json"])["spec"]["data"]["maxLength"] == 4096
+
+
+def test_the_configuration_holds_the_platforms_authorities() -> None:
+    settings = SETTINGS.model_copy(update={"ca_bundle": "-----BEGIN CERTIFICATE-----"})
+    config_map = next(child for child in desired_children(make_job(), settings) if child["kind"] == "ConfigMap")
+
+    assert json.loads(config_map["data"]["config.json"])["caBundle"] == settings.ca_bundle
 
 
 def test_the_platforms_store_is_used_when_the_spec_names_none() -> None:

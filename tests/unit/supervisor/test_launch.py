@@ -106,8 +106,7 @@ def test_what_imports_megatron_is_imported_once_where_it_is_asked_for(tmp_path: 
 @pytest.mark.parametrize(("degrees", "splits"), [({}, False), ({"tensorParallelDegree": 2}, True)])
 def test_where_matrices_are_split_workers_are_told(tmp_path: Path, degrees: dict[str, int], splits: bool) -> None:
     asked = resolve(manifest(tmp_path, tmp_path / "store", processes=2, strategy={"megatron": degrees}))
-    (tmp_path / "config.json").write_text(asked.model_dump_json(exclude_none=True))
 
-    settings = launch._settings(launch._parse(["--config", str(tmp_path / "config.json")]), tmp_path)
+    settings = launch._settings(launch._parse(["--config", str(tmp_path / "config.json")]), asked, tmp_path)
 
     assert settings.splits_matrices is splits

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from botocore.exceptions import (
     MetadataRetrievalError,
     NoCredentialsError,
     PartialCredentialsError,
+    SSLError,
     SSOError,
     TokenRetrievalError,
 )
@@ -92,6 +94,10 @@ _PROVIDER_FAILED = (CredentialRetrievalError, MetadataRetrievalError)
 """Who hands out credentials gave none; what else goes wrong with it is made one of these, see ``s3_credentials``."""
 
 
+_UNTRUSTED = re.compile("self.signed certificate|unable to get (local )?issuer certificate")
+"""What OpenSSL says of a certificate that nobody has signed whom this process trusts: trying again changes nothing."""
+
+
 class AnswerOfAnother(Exception):
     """Something else than a server of S3 has answered: a proxy whose way to it is gone, a page that says so."""
 
@@ -156,10 +162,16 @@ def is_transient(error: Exception) -> bool:
         if _code(error) in _FULL or _status(error) in (501, 507):
             return False
         return _code(error) in _TRANSIENT or _status(error) in (409, 429) or _status(error) >= 500
+    if _is_untrusted(error):
+        return False
     return isinstance(
         error,
         (HTTPClientError, BotoConnectionError, IncompleteReadError, FlexibleChecksumError, *_PROVIDER_FAILED),
     )
+
+
+def _is_untrusted(error: Exception) -> bool:
+    return isinstance(error, SSLError) and _UNTRUSTED.search(str(error)) is not None
 
 
 def translated(error: Exception, place: Place) -> TrainingError:
@@ -221,6 +233,11 @@ def translated(error: Exception, place: Place) -> TrainingError:
         return StorageUnavailableError(
             f"{place}: the credential provider gives no credentials ({error}); check it, and what the pod's service "
             "account is bound to"
+        )
+    if _is_untrusted(error):
+        return StorageRefusedError(
+            f"{place}: who signed the server's certificate is not trusted here ({error}); in a cluster the chart's "
+            "caBundle is to name who did, with sft run a file with all authorities that AWS_CA_BUNDLE names"
         )
     if is_transient(error):
         return StorageUnavailableError(f"{place}: no answer ({error}); check checkpoint.s3.endpoint and the network")

@@ -1,0 +1,56 @@
+"""How the operator begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+from sft_api.trust import VARIABLES
+from sft_operator import __main__ as operator
+from tests.certificates import self_signed
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What each operator that begins trusts, as its clients of a store are told."""
+    found: list[bytes] = []
+
+    def run(works: Coroutine[Any, Any, None]) -> None:
+        works.close()
+        found.append(Path(os.environ["AWS_CA_BUNDLE"]).read_bytes() if "AWS_CA_BUNDLE" in os.environ else b"")
+
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(operator, "uvloop", Mock(run=run))
+    monkeypatch.setattr(operator, "gc", Mock())
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    return found
+
+
+def test_it_trusts_the_platforms_authorities_besides(begun: list[bytes], tmp_path: Path) -> None:
+    certificate, _ = self_signed(tmp_path)
+    for name, settings in (("plain", {}), ("own", {"caBundle": certificate.read_text()})):
+        (tmp_path / name).write_text(yaml.safe_dump(settings))
+        assert operator.main(["--config", str(tmp_path / name)]) == 0
+
+    plain, own = begun
+    assert plain == b""
+    assert own.endswith(certificate.read_bytes())
+    assert own.count(b"BEGIN CERTIFICATE") > 50
+
+
+def test_it_does_not_begin_with_what_no_certificate_is(
+    begun: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"caBundle": "ca.crt"}))
+
+    assert operator.main(["--config", str(tmp_path / "config.yaml")]) == 1
+    assert begun == []
+    assert "caBundle" in (said := capsys.readouterr().err)
+    assert "holds no certificates in PEM" in said
