@@ -2,11 +2,12 @@
 
 import signal
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass, failure_class
 
 from ..picture.observed import Pod, Terminated
+from .sidecars import LEFT_SECONDS
 
 ADVICE = {
     FailureClass.CONFIG_ERROR: "correct the spec and submit a new SFTJob",
@@ -49,6 +50,9 @@ _NODE_REASONS = frozenset(
 _LOST_CONTAINERS = (("ContainerStatusUnknown", 137), ("Unknown", 255))
 """Words and codes of the kubelet, and of containerd, for a container that was gone when they began again: its node was
 started again or made anew. Nobody saw how it ended, and the codes are none of its own."""
+_LONG_BEFORE = timedelta(seconds=LEFT_SECONDS - 5)
+"""A deletion comes later than the end of its pod's trainer by no less where only a sidecar kept the pod: two clocks
+differ by a little."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,12 @@ def _was_being_deleted(pod: Pod, ended: Terminated) -> bool:
     """Whether somebody deleted the pod before its container ended, with whatever code that then ended.
 
     The beginning is told by the API server's clock, the end by the node's: by how a container ends that was killed
-    with no time to leave it shows without either. (What ended before somebody deleted it was counted when that was
-    seen.)
+    with no time to leave it shows without either, unless it lies as far back as that of a trainer whose pod was
+    deleted for what lives on beside it. (What else ended before somebody deleted it was counted when that was seen.)
     """
     if pod.deletion is None:
+        return False
+    if pod.deletion_began and ended.finished and pod.deletion_began - ended.finished >= _LONG_BEFORE:
         return False
     by_signal = ended.exit_code in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
     if by_signal and ended.reason != "OOMKilled" and ended.report is None:

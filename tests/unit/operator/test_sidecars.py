@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from sft_api.failures import FailureClass
@@ -30,8 +32,17 @@ def test_a_pod_that_lives_on_without_its_trainer_for_long_is_deleted_for_its_job
     assert deleted(observed, 1030, known) == [ENDED.name]
 
 
-def test_it_counts_as_its_trainer_has_ended() -> None:
-    given = {"exit_code": 31, "words": words(FailureClass.WORKER_CRASHED), "finished": -40, "deletion": -5}
+@pytest.mark.parametrize(
+    "ended",
+    [
+        {"exit_code": 31, "words": words(FailureClass.WORKER_CRASHED)},
+        # Its supervisor itself was killed, and said nothing: as often as that happens, if nobody counted it.
+        {"exit_code": 137},
+        {"exit_code": 143},
+    ],
+)
+def test_it_counts_as_its_trainer_has_ended(ended: dict[str, Any]) -> None:
+    given = {**ended, "finished": -40, "deletion": -10}
 
     lost = loss(make_pod(0, phase="Failed", **given), gone=False)
 
