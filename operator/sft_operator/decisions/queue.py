@@ -129,8 +129,9 @@ def _may_leave(queueing: Queueing) -> bool:
 
 
 def _holds_quota(workload: Workload) -> bool:
-    reserved = workload.conditions.get("QuotaReserved")
-    return reserved is not None and reserved.status
+    # Of what Kueue is done with it leaves the conditions as they were.
+    reserved, finished = (workload.conditions.get(kind) for kind in ("QuotaReserved", "Finished"))
+    return reserved is not None and reserved.status and not (finished and finished.status)
 
 
 def _late(queueing: Queueing) -> bool:

@@ -222,6 +222,20 @@ def test_a_job_leaves_its_queue_after_its_workload_was_stopped() -> None:
             ),
             True,
         ),
+        # Kueue has given the Job up, and takes nothing back of it any more.
+        (
+            make_queueing(
+                workload=workload_manifest(
+                    active=False,
+                    marked=True,
+                    conditions={
+                        "QuotaReserved": (True, "QuotaReserved", ""),
+                        "Finished": (True, "FailedToStart", "conflict for labels"),
+                    },
+                )
+            ),
+            True,
+        ),
         # Its webhook restarts: the Workload could not be stopped.
         (SILENT, False),
         (SILENT_FOR_LONG, True),
