@@ -239,7 +239,7 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
         why = told or "its spec.active is false"
         words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
         return Problem("Deactivated", words, True)
-    if evicted and evicted.status and _holds_quota(workload):
+    if _holds_quota(workload) and (not workload.active or (evicted and evicted.status)):
         return Problem("WaitingForQueue", f"{waiting}: Kueue is taking its last place back", False)
     if admitted and admitted.status:
         return Problem("WaitingForQueue", "admitted; Kueue starts the Job", False)

@@ -387,6 +387,17 @@ TAKEN = "insufficient unused quota for nvidia.com/gpu in flavor {}, 4 more neede
             True,
         ),
         (workload_manifest(active=False), "Deactivated", "its spec.active is false", True),
+        # It leaves its queue, and Kueue has not evicted it yet.
+        (
+            workload_manifest(
+                active=False,
+                marked=True,
+                conditions={"QuotaReserved": (True, "", ""), "Admitted": (True, "Admitted", "")},
+            ),
+            "WaitingForQueue",
+            "Kueue is taking its last place back",
+            False,
+        ),
         # It waited after an eviction, whose words stay.
         (
             workload_manifest(active=False, conditions={"Evicted": (True, "Preempted", "Preempted by dear")}),
