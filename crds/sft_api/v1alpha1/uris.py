@@ -37,7 +37,7 @@ _ONE_NAME = Rule(
     "must have no empty part and no part . or .. between its slashes: one place has one name",
     lambda uri: matches(_NOT_ONE_NAME, "").check(uri) is False,
 )
-_NAMED_CLAIM = "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/"
+_NAMED_CLAIM = "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/|$)"
 _CLAIM_NAME = Rule(
     f"!self.startsWith('pvc://') || self.matches('{_NAMED_CLAIM}')",
     "must name the claim in lower-case letters, digits, - and .: Kubernetes has no others",

@@ -9,6 +9,7 @@ from sft_api.v1alpha1 import SFTJob, TrainingSpec
 from sft_api.v1alpha1.base import ApiModel, Rule, matches
 from sft_api.v1alpha1.model_config import RopeParameters
 from sft_api.v1alpha1.quantities import quantity_value
+from sft_api.v1alpha1.uris import ModelUri
 
 MINIMAL: dict[str, Any] = {
     "apiVersion": "sftjob.dev/v1alpha1",
@@ -189,6 +190,15 @@ def test_a_claim_that_cannot_be_is_not_waited_for(claim: str) -> None:
 
     with pytest.raises(ValidationError, match="must name the claim in lower-case letters"):
         SFTJob.from_manifest({**MINIMAL, "spec": spec})
+
+
+def test_of_a_claim_without_a_path_the_path_alone_is_told() -> None:
+    """The API server says all rules that a value breaks: the name of the claim is right."""
+    rules = [rule for rule in ModelUri.__metadata__ if isinstance(rule, Rule)]
+
+    broken = [rule.message for rule in rules if not rule.check("pvc://models")]
+
+    assert broken == ["must be hf://org/name[@revision], s3://bucket/prefix, pvc://claim/path or file:///absolute/path"]
 
 
 @pytest.mark.parametrize("uri", ["pvc://a/model", "pvc://team-a.models-2/b/C_d", "s3://Bucket_1/a", "hf://A_b/C"])
