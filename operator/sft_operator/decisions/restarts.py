@@ -158,7 +158,10 @@ def _told_by_annotations(pods: Iterable[Pod]) -> tuple[int, int]:
     # tells is over.
     telling = [pod for pod in pods if pod.index is not None and (pod.tracked or pod.phase != "Failed")]
     newest = {pod.index: pod for pod in telling}
-    return sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values()), len(newest)
+    # No loss, though the Job controller counts it: its trainer had ended well, and a container beside it had failed.
+    well = sum(pod.phase == "Succeeded" and newest[pod.index] is not pod for pod in telling)
+    told = sum(pod.replaced + (pod.phase == "Failed") for pod in newest.values())
+    return max(0, told - well), len(newest)
 
 
 def _kept_keys(keys: Iterable[str], observed: Observed) -> list[str]:

@@ -288,6 +288,16 @@ def test_pods_lost_and_replaced_while_no_operator_looked_count_though_the_run_is
     assert count(complete, counted) == counted
 
 
+def test_a_pod_that_was_replaced_for_its_sidecar_though_its_trainer_ended_well_is_no_loss() -> None:
+    """Its phase is Failed, so the Job controller counts it, and makes another until the run is told complete."""
+    ended = make_pod(1, phase="Failed", exit_code=0)
+    pods = (make_pod(0, phase="Failed", exit_code=0), ended, make_pod(1, uid="new", replaced=(1, 0)))
+
+    assert count(running(pods=pods)).disruptions == 0
+    # What was lost before it counts.
+    assert count(running(pods=(*pods[:2], make_pod(1, uid="new", replaced=(1, 1))))).disruptions == 1
+
+
 def test_annotations_do_not_count_again_what_was_seen() -> None:
     first = make_pod(1, phase="Failed", exit_code=30, conditions=disruption())
     second = make_pod(1, uid="b", phase="Failed", exit_code=30, conditions=disruption(), replaced=(0, 1))
