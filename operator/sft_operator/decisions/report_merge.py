@@ -39,7 +39,8 @@ def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
         # The new attempt has not said yet where it goes on from: the figures of the old one still tell most.
         return status.model_copy(update={"progress": _phase_only(known, training)})
     if training.attempt < status.attempt and _began_anew(observed):
-        return _adopt(status.model_copy(update={"attempt": 0}), training)
+        # Attempts are counted from one again: the checkpoints of before may seem to be of this one.
+        return _adopt(status.model_copy(update={"attempt": 0, "checkpoints": CheckpointsStatus()}), training)
     if (training.attempt, training.step) < (status.attempt, known.step):
         return status.model_copy(update={"progress": _phase_only(known, training)})
     if training.attempt > status.attempt > 0:

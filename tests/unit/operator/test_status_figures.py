@@ -182,6 +182,24 @@ def test_a_run_that_rested_while_somebody_emptied_its_place_shows_its_own_figure
     assert complete.export == ExportStatus(uri="s3://b/model", step=100)
 
 
+def test_checkpoints_that_somebody_removed_are_not_taken_for_those_of_a_new_attempt_of_that_number() -> None:
+    # Given a run whose third attempt had saved nothing yet: its newest checkpoint is one of the first
+    known = training(50, attempt=3, resumed_from_step=40, checkpoints=checkpoints(40, 1))
+    before = status_of(running(job=make_child(started=-60), report=report(known)))
+
+    # When it begins from the model in an emptied place, as its first attempt
+    new = running(job=make_child(started=90), pods=(make_pod(0, created=90), make_pod(1, created=90)))
+    trains = status_of(replace(new, report=report(training(7), received=100)), before, seconds=100)
+    saved = replace(new, report=report(training(12, checkpoints=checkpoints(10, 1)), received=110))
+
+    # Then what it saves is shown
+    assert trains.checkpoints is None or trains.checkpoints.latest is None
+    again = status_of(saved, trains, seconds=110).checkpoints
+    assert again
+    assert again.latest
+    assert again.latest.step == 10
+
+
 def test_a_run_that_is_retried_in_a_place_that_somebody_has_emptied_shows_its_own_figures() -> None:
     # Given a run that has failed in its third attempt, was retried, and finds nothing: attempts are counted anew
     known = training(50, attempt=3, loss=2.0, checkpoints=checkpoints(40, 3))
