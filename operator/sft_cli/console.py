@@ -16,7 +16,12 @@ def harmless(text: str, stream: TextIO) -> str:
 
     Rows, names and records of others are printed, and could have it write to the clipboard or over other lines.
     """
-    return _CONTROLS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text) if stream.isatty() else text
+    return obeyed_by_none(text) if stream.isatty() else text
+
+
+def obeyed_by_none(text: str) -> str:
+    """``text`` for a terminal, as ``harmless`` has it."""
+    return _CONTROLS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
 
 
 def coloured(stream: TextIO) -> bool:

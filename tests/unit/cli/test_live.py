@@ -182,6 +182,19 @@ def test_an_outage_of_the_store_is_warned_of_once(phase: Phase, then: str, capsy
     assert warnings == [f"Warning: nothing can be saved since 2026-11-21T11:58:50Z: the key was revoked; {then}"]
 
 
+def test_what_others_wrote_commands_no_terminal_from_the_line_either() -> None:
+    """Places are named there, and what a store answers."""
+    evil = "a\x1b]52;c;cm0=\x07b\x9b1A"
+    outage = WAITS.storage_outage.model_copy(update={"message": evil}) if WAITS.storage_outage else None
+    waits = Progress(training=WAITS.model_copy(update={"phase_detail": evil, "storage_outage": outage}))
+
+    line = progress_line(waits, NOW, 500)
+
+    assert line.count("a\\x1b]52;c;cm0=\\x07b\\x9b1A") == 2
+    assert line.isprintable()
+    assert cell_len(progress_line(waits, NOW, 30)) <= 30
+
+
 def test_plain_lines_go_on_while_no_step_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     time = 0.0
     display = PlainDisplay(clock=lambda: time)
