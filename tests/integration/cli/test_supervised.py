@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -425,7 +426,8 @@ def test_the_end_of_all_processes_of_a_session_saves_too(runs: Runs) -> None:
     runs.wait_for_step(1)
 
     for pid in sorted({process.pid, *runs.processes()}):
-        os.kill(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it has left already, as it was asked to by another
+            os.kill(pid, signal.SIGTERM)
     process.send_signal(signal.SIGHUP)
     code, out, err = runs.finish(process)
 
