@@ -173,6 +173,21 @@ def test_a_folder_is_read_with_the_folders_that_are_linked_there(tmp_path: Path)
         open_rows(tmp_path / "data")
 
 
+def test_what_is_linked_within_a_folder_is_read_once(tmp_path: Path) -> None:
+    # Given links beside what they lead to, in the folder and in one that is linked there, and one to what is hidden
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    write_jsonl(data / "2024-02" / "a.jsonl", ROWS[:2])
+    write_jsonl(data / ".kept" / "b.jsonl", ROWS[2:4])
+    write_jsonl(elsewhere / "v1" / "c.jsonl", ROWS[5:7])
+    (data / "latest").symlink_to("2024-02")
+    (data / "older").symlink_to(".kept")
+    (data / "more").symlink_to(elsewhere)
+    (elsewhere / "newest").symlink_to("v1")
+
+    # Then no row comes twice, and none is left out
+    assert sorted(numbers(open_rows(data))) == [0, 1, 2, 3, 5, 6]
+
+
 def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     listed = Path.iterdir

@@ -87,12 +87,11 @@ def bytes_below(path: Path) -> int:
 def _files_below(folder: Path, above: frozenset[Path] = frozenset(), *, hidden: bool = False) -> Iterator[Path]:
     """All files in ``folder`` and in the folders below it, also where these are links; ``above`` are those it lies in.
 
-    A link back to one of them is passed over. Raises DataError for what would be left out without a word: a link to
-    nothing, and a folder that may not be read, but for what no data lies in.
+    A link to a folder that is read anyway, as it lies below one of them or is one, is passed over: its rows would come
+    twice. Raises DataError for what would be left out without a word: a link to nothing, and a folder that may not be
+    read, but for what no data lies in.
     """
-    real = folder.resolve()
-    if real in above:
-        return
+    above |= {folder.resolve()}
     try:
         entries = list(folder.iterdir())
     except PermissionError as error:
@@ -102,11 +101,16 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset(), *, hidden: 
     for entry in entries:
         hides = hidden or _is_hidden(Path(entry.name))
         if entry.is_dir():
-            yield from _files_below(entry, above | {real}, hidden=hides)
+            if not (entry.is_symlink() and _is_read_below(above, entry.resolve())):
+                yield from _files_below(entry, above, hidden=hides)
         elif entry.is_file():
             yield entry
         elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not hides:
             raise DataError(f"{entry} is a link to {entry.readlink()}, which is not there: restore that, or remove it")
+
+
+def _is_read_below(tops: Collection[Path], folder: Path) -> bool:
+    return any(folder.is_relative_to(top) and not _is_hidden(folder.relative_to(top)) for top in tops)
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:
