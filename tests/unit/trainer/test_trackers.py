@@ -177,10 +177,11 @@ class MlflowError(Exception):
 
 
 class Server:
-    """Of MLflow, as far as it is talked to; answers the first requests for parameters with ``codes``."""
+    """Of MLflow, as far as it is talked to; answers the first requests that change a run with ``codes``."""
 
     def __init__(self, *codes: int) -> None:
         self.codes, self.runs, self.given = list(codes), 0, dict[str, str]()
+        self.status = "KILLED"
 
     def get_experiment_by_name(self, name: str) -> object:
         return SimpleNamespace(experiment_id="1")
@@ -192,7 +193,10 @@ class Server:
         self.runs += 1
         return SimpleNamespace(info=SimpleNamespace(run_id="r"))
 
-    def update_run(self, *_: object, **__: object) -> None: ...
+    def update_run(self, _: str, status: str) -> None:
+        if self.codes:
+            raise MlflowError(self.codes.pop(0))
+        self.status = status
 
     def log_batch(self, _: str, params: Sequence[tuple[str, str]]) -> None:
         if self.codes:
@@ -227,6 +231,21 @@ def test_the_settings_of_a_run_reach_mlflow_though_it_is_away_after_the_run_was_
     tracker.begin(run)
     assert server.runs == 1
     assert (server.given["namespace"], server.given["training.x149"]) == ("team", "149")
+
+
+def test_a_run_that_goes_on_is_running_in_mlflow_though_that_was_away_when_it_was_to_hear_so(
+    mlflow: Callable[[Server], MLflow],
+) -> None:
+    # Given a run that was stopped, and goes on
+    server = Server(503)
+    server.runs = 1
+    tracker = mlflow(server)
+    with pytest.raises(MlflowError):
+        tracker.begin(RUN)
+
+    # When it is tried again, then it is told
+    tracker.begin(RUN)
+    assert server.status == "RUNNING"
 
 
 def test_settings_that_mlflow_refuses_do_not_keep_figures_from_it(

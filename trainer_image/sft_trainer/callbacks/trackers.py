@@ -232,8 +232,8 @@ class MLflow(Tracker):
             experiment = self._experiment_id()
             found = self._client.search_runs([experiment], f"tags.`sft.run` = '{run_id(run)}'", max_results=1)
             if found:
-                self._run_id = found[0].info.run_id
-                self._client.update_run(self._run_id, status="RUNNING")
+                self._client.update_run(found[0].info.run_id, status="RUNNING")
+                self._run_id = found[0].info.run_id  # known once it is told: the next try would leave that out
                 return
             tags = {"sft.run": run_id(run), "sft.checkpointUri": run.checkpoint_uri}
             self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
