@@ -163,7 +163,7 @@ class Trainer:
         """Wait until all processes are here, which agree on what comes first."""
         self.events.emit(Started(self.step, self.prepared.total_steps))
         with self._others("to have read the weights"):
-            self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
+            self._agree()
         self._follow()
 
     def _follow(self) -> None:
@@ -187,7 +187,10 @@ class Trainer:
     def _agree_before_a_save(self) -> None:
         """Agree on what was asked for meanwhile where this step is saved: who goes on there hears of it no more."""
         if self._saves_now() or self.control.wants(Request.STOP):
-            self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
+            self._agree()
+
+    def _agree(self) -> None:
+        self.control.agree(sum_over_ranks([*self.control.asked()], self.device))
 
     def _finishes_now(self) -> bool:
         # Of step 0 nothing is saved, and so nothing can be exported.
@@ -494,6 +497,9 @@ class Trainer:
         )
         if result is None:
             self.figures = replace(self.figures, evaluation_left=True)
+            self._agree()  # its step is saved, too
+            if self._finishes_now() and self.control.takes(Request.FINISH):
+                self._finish()
             self._stop()
         early = self.spec.training.evaluation.early_stopping
         min_delta = early.min_delta if early else 0.0

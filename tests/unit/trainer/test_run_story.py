@@ -422,14 +422,15 @@ def test_what_begins_with_a_checkpoint_of_another_run_is_evaluated_before_its_fi
     assert story.control.asks(Request.EVALUATE) is (begins and before)
 
 
+@pytest.mark.parametrize("end", ["", "asked for", "agreed on"])
 def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    # Given an evaluation within which the word to stop is left
+    # Given an evaluation within which the word to stop is left, of a step after which a callback may have ended the run
     story = Story(tmp_path, {})
     story.device = torch.device("cpu")
     story.step, story.figures = 4, Figures(4)
-    story.prepared = SimpleNamespace(eval={"a": FakeExamples([400, 400, 400])})  # type: ignore[assignment]
+    story.prepared = SimpleNamespace(eval={"a": FakeExamples([400, 400, 400])}, total_steps=6)  # type: ignore[assignment]
     computed = []
 
     def forward_sums(bins: Any) -> torch.Tensor:
@@ -441,6 +442,8 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     story.strategy.forward_sums = forward_sums  # type: ignore[method-assign]
     story._claim()
     monkeypatch.setattr(trainer, "summed", lambda values, device: torch.tensor(values))
+    if end:
+        (story.control.ask if end == "asked for" else story.control.decide)(Request.FINISH, "it was asked to")
 
     # When it goes on, then it ends there, with its step saved
     with pytest.raises(StopRequested, match="stopped after step 4, which is saved"):
@@ -448,6 +451,8 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     assert len(computed) == 2
     assert story.told == ["save 4 at the end"]
     assert story.figures.evaluated_at == -1
+    # And with the end that was asked for: nobody who goes on there asks again
+    assert story.figures.stopped_early == ("after step 4: it was asked to" if end else "")
     # And that it was left is known to whoever goes on, also where a callback had asked for it
     run = RunState.model_validate({**story.figures.record(), "updates": 4})
     saved = Manifest(step=4, attempt=1, job_uid="u", world_size=1, created=datetime.now(UTC), run=run, files=())
