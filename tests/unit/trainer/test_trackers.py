@@ -15,6 +15,7 @@ import pytest
 
 from sft_trainer.callbacks import Control, End, Log, Run, trackers
 from sft_trainer.callbacks.trackers import MLflow, Point, Tracker, WeightsAndBiases, described, flat, numbers, run_id
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 RUN = Run("tiny", "team", 1, 0, 10, 2, True, "s3://bucket/run", None, {})
 
@@ -76,18 +77,21 @@ def test_what_a_tracker_did_not_take_goes_with_what_comes_next(caplog: pytest.Lo
     assert caplog.text.count("json: no answer (said once)") == 1
 
 
-def test_a_tracker_that_refuses_is_not_asked_after_each_step() -> None:
+def test_a_tracker_that_refuses_is_not_asked_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "_FIRST_PAUSE", PATIENCE_SECONDS)
     # Given one that will take nothing before the end, as with a wrong key
     tracker, again = Recorder(failures=1000), threading.Event()
     tracker.on_start(RUN, Control())
+    tracker.on_log(Log(1, {"loss": 1.0}), Control())
+    wait_until(lambda: tracker._troubles)
 
     # When steps follow one another
-    for step in range(1, 31):
+    for step in range(2, 31):
         tracker.on_log(Log(step, {"loss": 1.0}), Control())
         again.wait(0.01)
     tracker.on_end(End(30, "complete", "", None))
 
-    # Then it was tried at the first, and once more at the end; both fall within the first pause
+    # Then it was tried at the first, and once more at the end, which waits for no pause
     assert tracker._troubles == 2
 
 
@@ -106,6 +110,8 @@ def test_what_a_tracker_lacks_at_the_end_is_said_also_when_it_had_failed_before(
     monkeypatch.setattr(trackers, "_SECONDS", 0.1)
     tracker = Recorder(send_failures=1000)
     follow(tracker, 3)
+    assert tracker._thread is not None
+    tracker._thread.join(PATIENCE_SECONDS)  # on a slow machine it says so after the run has ended
     assert "json: no answer (said once)" in caplog.text
     assert "json lacks how the run ended, and the last steps: no answer" in caplog.text
 
