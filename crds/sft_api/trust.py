@@ -6,6 +6,8 @@ from pathlib import Path
 
 VARIABLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """By which botocore, requests (MLflow) and OpenSSL (the hub's library, W&B) are told of a file instead of theirs."""
+_ELSE = {"AWS_CA_BUNDLE": "REQUESTS_CA_BUNDLE", "REQUESTS_CA_BUNDLE": "CURL_CA_BUNDLE"}
+"""By which botocore and requests are told where their own variable says nothing."""
 MAX_BUNDLE_BYTES = 64 * 1024
 """Each job's ConfigMap and Job have a copy."""
 
@@ -29,14 +31,17 @@ def checked_bundle(bundle: str) -> str:
 def trust(bundle: str, folder: Path, environment: MutableMapping[str, str]) -> None:
     """Have what reads ``environment`` trust ``bundle`` besides: files are made in ``folder``, with what is trusted now.
 
-    That is the file that a variable names already, as images of companies do, else the authorities of certifi.
+    That is the file that a variable names already, as images of companies do, its own or the one that is heeded without
+    it, else the authorities of certifi.
     """
     if not bundle:
         return
     import certifi  # not by those who are told of no bundle
 
     for name in VARIABLES:
-        known = Path(environment.get(name) or certifi.where())
+        # Before that variable is set itself: the order is that in which one stands in for another.
+        other = environment.get(_ELSE.get(name, ""), "")
+        known = Path(environment.get(name) or (other if Path(other).is_file() else certifi.where()))
         if known.is_file():
             told = folder / f"{name.lower()}.pem"
             told.write_bytes(known.read_bytes() + b"\n" + bundle.encode())

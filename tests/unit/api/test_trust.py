@@ -52,6 +52,23 @@ def test_they_are_trusted_beside_the_usual_ones(authority: str, tmp_path: Path) 
     assert len(usual) > 50
 
 
+@pytest.mark.parametrize(
+    ("variable", "heeded_by"),
+    [("REQUESTS_CA_BUNDLE", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"]), ("CURL_CA_BUNDLE", ["REQUESTS_CA_BUNDLE"])],
+)
+def test_so_are_those_of_a_variable_that_another_client_heeds_too(
+    authority: str, tmp_path: Path, variable: str, heeded_by: list[str]
+) -> None:
+    """botocore takes REQUESTS_CA_BUNDLE where AWS_CA_BUNDLE is not set, and requests takes that of curl."""
+    mine, _ = self_signed(tmp_path)
+    environment = {variable: str(mine)}
+
+    trust(authority, tmp_path, environment)
+
+    for name in heeded_by:
+        assert trusted(environment[name]) == {der(authority), der(mine.read_text())}
+
+
 def test_without_any_nothing_changes(tmp_path: Path) -> None:
     environment: dict[str, str] = {}
 
