@@ -90,15 +90,6 @@ def test_below_uv_run_ray_packs_no_folder_and_starts_no_uv() -> None:
     assert lasting["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == users["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
 
 
-def test_what_another_ray_says_of_its_job_is_nothing_to_the_jobs_own() -> None:
-    given = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}'}
-
-    lasting = lasting_environment(SETTINGS, given, home=FILES.parent)
-    users = user_environment(SETTINGS, HEAD, head_address="10.0.0.1", files=FILES)
-
-    assert lasting["RAY_JOB_CONFIG_JSON_ENV_VAR"] == users["RAY_JOB_CONFIG_JSON_ENV_VAR"] == "{}"
-
-
 def test_ray_reads_the_token_of_the_generation_although_the_shell_has_one(tmp_path: Path) -> None:
     token_file(tmp_path).write_text(HEAD.token)
     lasting = lasting_environment(SETTINGS, {**os.environ, "RAY_AUTH_TOKEN": "of-the-shell"}, home=tmp_path)

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,10 +38,23 @@ def clock() -> Clock:
     return Clock()
 
 
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, *, node: int = 0) -> RayLauncher:
-    """Of index ``node``, with two ranks, once it has begun; its processes are none."""
+def begun(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
+    *,
+    node: int = 0,
+    told: list[Mapping[str, str]] | None = None,
+) -> RayLauncher:
+    """Of index ``node``, with two ranks, once it has begun; its processes are none, with environments in ``told``."""
     pids = iter((FORKS, RAYLET, DRIVER, FORKS + 10, RAYLET + 10, DRIVER + 10))
-    monkeypatch.setattr(ray_launcher, "start_process", lambda *_, **__: next(pids))
+
+    def start(_: object, environment: Mapping[str, str], **__: object) -> int:
+        if told is not None:
+            told.append(environment)
+        return next(pids)
+
+    monkeypatch.setattr(ray_launcher, "start_process", start)
     settings = dataclasses.replace(SETTINGS, node=node, processes=2, run_dir=tmp_path, launcher="ray")
     made = RayLauncher(settings, cpus=2, memory=None, clock=clock)
     made.begin(GENERATION, master_address="127.0.0.1")
@@ -59,6 +72,20 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> I
 def look(launcher: RayLauncher, *, forming: bool = False, oom: bool = False, over: bool = False, **ended: int) -> None:
     pids = {"forks": FORKS, "raylet": RAYLET, "driver": DRIVER}
     launcher.look({pids[name]: code for name, code in ended.items()}, memory_ran_out=oom, forming=forming, over=over)
+
+
+def test_what_another_ray_says_of_its_job_is_nothing_to_the_jobs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Nor in words that say nothing: ``ray.init(job_config=...)`` of a callback would lose its runtime environment."""
+    name = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+    monkeypatch.setenv(name, '{"runtime_env": {"working_dir": "gcs://_ray_pkg_0123456789abcdef.zip"}}')
+    told: list[Mapping[str, str]] = []
+    launcher = begun(tmp_path, monkeypatch, clock, told=told)
+    launcher.close()
+
+    assert len(told) == 3
+    assert not [environment for environment in (*told, os.environ, launcher.environment) if name in environment]
 
 
 def give(tmp_path: Path, local_rank: int, pid: int) -> None:

@@ -27,10 +27,11 @@ _OWN_CLUSTER = {
     # Below ``uv run`` Ray would pack the current folder for its workers, with all that lies in it, and start them by
     # uv: they run in this very environment.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Where ``sft run`` is itself a job of some Ray, files that only that cluster has would be asked for.
-    "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}",
 }
 """What nobody else says of the job's own Ray, for its processes and for those that join it."""
+OF_ANOTHER_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""What some Ray says of a job of its own that ``sft run`` is: files that only that cluster has would be asked for. To
+be removed: also an empty word takes the place of what a callback gives ``ray.init`` in a ``JobConfig``."""
 
 
 def own_address(settings: Settings) -> str:

@@ -25,6 +25,7 @@ from .protocol import Failure, Generation
 from .ray_command import (
     DRIVER,
     FORKS,
+    OF_ANOTHER_JOB,
     STARTS_SECONDS,
     forked,
     forks_environment,
@@ -62,6 +63,7 @@ class RayLauncher:
         self._memory = memory
         self._home = Path(tempfile.mkdtemp(prefix="sft-ray-", dir="/tmp"))
         """For names of sockets, which must be short."""
+        os.environ.pop(OF_ANOTHER_JOB, None)  # of which workers are given the rest, too
         self._environment = lasting_environment(settings, os.environ, home=self._home)
         self._began = 0.0
         self._overdue = False
