@@ -1,5 +1,6 @@
 """A tokenizer as it is loaded, and templates that it cannot work with."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,27 @@ def test_templates_by_name(tmp_path: Path) -> None:
     codec = Codec.of(tokenizer)
     assert codec.template(None).source.startswith("{# plain #}")
     assert codec.template([{"name": "sky"}]).source.startswith("{# tools #}")
+
+
+def test_templates_for_other_uses_refuse_no_model() -> None:
+    # given templates as Hermes and Command-R have them: one that takes no row without tools, one for documents
+    codec = Codec.of(chat_tokenizer("chatml"))
+    own = codec.templates["default"]
+    others = {
+        "tool_use": "{% for tool in tools %}{{ tool.function.parameters.properties | tojson }}{% endfor %}" + own,
+        "rag": "{% for document in documents %}{{ document.text }}{% endfor %}" + own,
+    }
+    codec = replace(codec, templates={"default": own, **others})
+    assert codec.template(None).source == own
+    assert codec.template([{"name": "sky"}]).source == others["tool_use"]
+    assert codec.turn_ends == ["<|im_end|>"]
+    # but there must be one for rows without either
+    with pytest.raises(ModelError, match="no chat template named 'default', only tool_use, rag"):
+        replace(codec, templates=others).check_templates()
+
+
+def test_a_template_that_takes_no_row_is_refused_with_its_first_reason() -> None:
+    codec = Codec.of(chat_tokenizer("chatml"))
+    broken = "{% if tools %}{{ raise_exception('second') }}{% endif %}{{ raise_exception('first') }}"
+    with pytest.raises(ModelError, match=r"'tool_use' cannot be used for training: .*first"):
+        replace(codec, templates={**codec.templates, "tool_use": broken}).check_templates()

@@ -8,6 +8,7 @@ the text itself, so that their position is right inside macros and captured bloc
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -37,6 +38,14 @@ _TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>")
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 _PROBE_QUESTION, _PROBE_ANSWER = "question", "probedanswer"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
+    },
+}
 
 
 class TemplateRefusal(Exception):
@@ -179,8 +188,8 @@ class ChatTemplate:
         Raises TemplateRefusal when the template cannot be used for training.
         """
         question = {"role": "user", "content": _PROBE_QUESTION}
-        text = self.render([question, {"role": "assistant", "content": _PROBE_ANSWER}])
-        prompt = next(iter(self.generation_prompts([question], None, text)), "")
+        text, tools = self._probed([question, {"role": "assistant", "content": _PROBE_ANSWER}])
+        prompt = next(iter(self.generation_prompts([question], tools, text)), "")
         before, found, after = text.rpartition(_PROBE_ANSWER)
         if not found:
             raise TemplateRefusal("it does not write the content of assistant messages")
@@ -201,6 +210,18 @@ class ChatTemplate:
             ends=tuple(dict.fromkeys(token for token in ends if token in known)),
             tail=after[match.end() :],
         )
+
+    def _probed(self, messages: list[Message]) -> tuple[str, list[Any] | None]:
+        """The text of ``messages``, and the tools that it took: one where the template takes no row without any.
+
+        Templates called ``tool_use`` are such. Raises TemplateRefusal with the reason of the first try.
+        """
+        try:
+            return self.render(messages), None
+        except TemplateRefusal:
+            with suppress(TemplateRefusal):
+                return self.render(messages, [_PROBE_TOOL]), [_PROBE_TOOL]
+            raise
 
     def generation_prompts(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> Iterator[str]:
         """Those renders of ``messages`` with a generation prompt that ``text`` begins with, default first."""

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Scripts, emoji, runs of white space and line ends: where tokenizers get offsets wrong.
 _OFFSETS_PROBE = "Hello  wörld\n\n  你好 🙂👩‍👩‍👧 fin. "
+_TEMPLATES_READ = ("default", "tool_use")
+"""Names of those templates that rows are rendered with; others, such as one for documents, are for other uses."""
 
 
 def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
@@ -118,8 +120,12 @@ class Codec:
     def _templates(self) -> dict[str, ChatTemplate]:
         """All that can be used; ModelError where one cannot."""
         added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
-        found = {name: ChatTemplate(source, self.special_tokens, added) for name, source in self.templates.items()}
-        _check_templates(found)
+        found = {
+            name: ChatTemplate(source, self.special_tokens, added)
+            for name, source in self.templates.items()
+            if name in _TEMPLATES_READ
+        }
+        _check_templates(found, [*self.templates])
         return found
 
     def template(self, tools: Sequence[Any] | None) -> ChatTemplate:
@@ -205,17 +211,17 @@ class Codec:
             )
 
 
-def _check_templates(templates: Mapping[str, ChatTemplate]) -> None:
-    """Raises ModelError when templates do not compile, or cannot be used for training."""
+def _check_templates(templates: Mapping[str, ChatTemplate], names: Sequence[str]) -> None:
+    """Raises ModelError when templates do not compile, or cannot be used for training; ``names`` are those of all."""
     import jinja2
 
-    if not templates:
+    if not names:
         raise ModelError(
             "the tokenizer has no chat template; set model.chatTemplate (examples/chat_template.jinja is one), or "
             "write the rows as text (prompt and completion) if the model is to read them without one"
         )
     if "default" not in templates:
-        raise ModelError(f"no chat template named 'default', only {', '.join(templates)}; set model.chatTemplate")
+        raise ModelError(f"no chat template named 'default', only {', '.join(names)}; set model.chatTemplate")
     for name, template in templates.items():
         try:
             template.check_syntax()
