@@ -219,6 +219,21 @@ def test_generation_prompt_of_another_thinking_mode_is_tried(variable: str) -> N
     assert [marked.text[start:end] for start, end in marked.spans] == ["Yo<|im_end|>"]
 
 
+def test_a_line_end_that_is_an_added_token_ends_no_turn() -> None:
+    # given a tokenizer with tokens for line ends, as Gemma's has them, and a template that writes one before its end
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content + '\\n' }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    given = turns(user("Hi"), assistant("Yo"))
+    marked = mark(ChatTemplate(source, {"eos_token": "<eos>"}, ("<eos>", "\n")), given, LAST)
+    assert marked is not None
+    assert [marked.text[start:end] for start, end in marked.spans] == ["Yo\n<eos>"]
+    # and one whose end is no token of it
+    with pytest.raises(TemplateRefusal, match="writes no end-of-turn token"):
+        _ = ChatTemplate(source.replace("<eos>", "<|im_end|>\n"), {}, ("<eos>", "\n")).assistant_turn
+
+
 def test_a_turn_of_several_messages_with_the_same_end() -> None:
     # given a template that writes reasoning as a message of its own
     source = (

@@ -194,7 +194,8 @@ class ChatTemplate:
         if not found:
             raise TemplateRefusal("it does not write the content of assistant messages")
         lead = before.removeprefix(prompt) if prompt else ""
-        match = any_of(self.added_tokens).search(after)
+        # Gemma's line ends and runs of spaces are added tokens, too; none of them ends a turn.
+        match = any_of([token for token in self.added_tokens if token.strip()]).search(after)
         if match is None and not self.has_markers:
             raise TemplateRefusal(
                 f"it writes no end-of-turn token of this tokenizer after an assistant message, only {after!r}, so "
