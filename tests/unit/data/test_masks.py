@@ -170,6 +170,66 @@ def test_refused_with_the_reason(family: str, messages: Any, train_on: Any, reas
         mark(template_of(family), turns(*messages), train_on)
 
 
+OF_TWO_ROLES = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}{% elif m.role == 'assistant' %}]"
+    "{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((system("Be rude."), user("Hi"), assistant("Yo")), r"does not write message 1 \(system\)"),
+        (
+            (user("Hot?"), assistant("I look."), tool("31 C"), assistant("It is 31 degrees.")),
+            r"does not write message 3 \(tool\), so the model would not see",
+        ),
+    ],
+)
+def test_turns_that_the_template_passes_over_are_refused(messages: Any, reason: str) -> None:
+    # given a template that knows two roles, as those of Zephyr and of the first Phi-3 do
+    template = ChatTemplate(OF_TWO_ROLES, {}, ("<|end|>",))
+    with pytest.raises(TemplateRefusal, match=reason):
+        mark(template, turns(*messages), LAST)
+    # but what stands behind all that is trained is not written anyway, and of what says nothing nothing is missing
+    assert mark(template, turns(user("Hi"), assistant("Yo"), tool("31 C")), LAST) is not None
+    assert mark(template, turns(system(" "), user("Hi"), assistant("Yo")), LAST) is not None
+
+
+def test_what_templates_write_in_another_form_or_order_is_written() -> None:
+    # given what a tool says as JSON, as Llama 3 writes it, and the system prompt before the last question, as Mistral's
+    source = (
+        "{% set last = messages | selectattr('role', 'eq', 'user') | list | last %}"
+        "{% for m in messages %}{% if m == last %}{{ messages[0].content | upper }}{% endif %}"
+        "{{ m.content | tojson if m.role == 'tool' else m.content if m.role != 'system' }}"
+        "{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    given = turns(system("Be kind."), user("A?"), assistant("Hm."), tool('"x"'), user("B?"), assistant("Yo"))
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, LAST)
+    assert marked is not None
+    assert marked.text == 'A?Hm.<|end|>"\\"x\\""BE KIND.B?Yo<|end|>'
+
+
+def test_what_a_tool_says_is_found_as_json_without_rendering_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # else a conversation of many calls would be rendered once for each
+    source = (
+        "{% for m in messages %}[{{ m.content | tojson if m.role == 'tool' else m.content }}<|end|>{% endfor %}"
+        "{{ '[' if add_generation_prompt }}"
+    )
+    monkeypatch.setattr("sft_trainer.data.masks._changes", lambda *_: pytest.fail("was rendered again"))
+    given = turns(user("Sky?"), assistant("I look."), tool('{"sky":\n "blü"}'), user("And?"), assistant("Blue."))
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, LAST)
+    assert marked is not None
+    assert '["{\\"sky\\":\\n \\"blü\\"}"<|end|>' in marked.text
+
+
+def test_tools_that_the_template_leaves_out_are_counted() -> None:
+    given = turns(user("Hi"), assistant("Yo"), tools=[{"type": "function", "function": {"name": "sky"}}])
+    of_two, of_qwen = ChatTemplate(OF_TWO_ROLES, {}, ("<|end|>",)), template_of("qwen3")
+    marked = [mark(template, given, LAST) for template in (of_two, of_qwen)]
+    assert [found.incomplete for found in marked if found is not None] == [1, 0]
+
+
 def test_an_answer_that_begins_the_conversation_may_be_left_untrained() -> None:
     marked = mark(template_of("chatml"), turns(assistant("I begin.", train=False), *TWO), ALL)
     assert marked is not None
@@ -231,7 +291,9 @@ def test_a_line_end_that_is_an_added_token_ends_no_turn() -> None:
     assert [marked.text[start:end] for start, end in marked.spans] == ["Yo\n<eos>"]
     # and one whose end is no token of it
     with pytest.raises(TemplateRefusal, match="writes no end-of-turn token"):
-        _ = ChatTemplate(source.replace("<eos>", "<|im_end|>\n"), {}, ("<eos>", "\n")).assistant_turn
+        _ = ChatTemplate(
+            source.replace("<eos>", "<|im_end|>\n"), {"eos_token": "<eos>"}, ("<eos>", "\n")
+        ).assistant_turn
 
 
 def test_a_turn_of_several_messages_with_the_same_end() -> None:

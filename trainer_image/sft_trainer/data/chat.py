@@ -212,6 +212,15 @@ class ChatTemplate:
             tail=after[match.end() :],
         )
 
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether it says which tools there are; many templates know of none, and leave them out without a word."""
+        messages = [{"role": "user", "content": _PROBE_QUESTION}, {"role": "assistant", "content": _PROBE_ANSWER}]
+        try:
+            return self.render(messages) != self.render(messages, [_PROBE_TOOL])
+        except TemplateRefusal:
+            return True
+
     def _probed(self, messages: list[Message]) -> tuple[str, list[Any] | None]:
         """The text of ``messages``, and the tools that it took: one where the template takes no row without any.
 

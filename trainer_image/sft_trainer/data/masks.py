@@ -13,6 +13,7 @@ text that would be trained is not the text that the model writes. The end-of-tur
 it a model never learns to stop.
 """
 
+import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ class MarkedText:
     text: str
     spans: list[Span]
     incomplete: int = 0
-    """Trained messages of which the template leaves out text, such as reasoning that it does not know."""
+    """Trained messages of which the template leaves out text, such as reasoning that it does not know; one where it
+    leaves out the tools."""
     context_answers: int = 0
     """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
     empty: int = 0
@@ -70,10 +72,12 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     trained = "".join(text[start:end] for start, end in spans)
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
+    _check_context(template, text, messages, conversation.tools)
     return MarkedText(
         text,
         spans,
-        incomplete=sum(not _is_written(messages[i], trained) for i in selected),
+        incomplete=sum(not _is_written(messages[i], trained) for i in selected)
+        or int(bool(conversation.tools) and not template.writes_tools),
         context_answers=sum(
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
             for i, message in enumerate(messages)
@@ -101,6 +105,36 @@ def _check_calls(message: Message, turn: int, text: str) -> None:
                 f"the template does not write the tool call {name!r} of message {turn + 1}; set a "
                 "model.chatTemplate that knows tools, or leave such rows out"
             )
+
+
+def _check_context(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> None:
+    """Raises TemplateRefusal when ``text`` has nothing of what a tool, the user or the system says in ``messages``.
+
+    Some templates pass over roles that they do not know, and what answers go by would be taken for the model's own
+    knowledge.
+    """
+    squeezed, position = _squeezed(text), 0
+    for i, message in enumerate(messages):
+        content = message.get("content", "")
+        # As it stands, or as JSON, as many templates write what tools say; all else is rendered once more to know.
+        forms = [_squeezed(form) for form in (content, json.dumps(content, ensure_ascii=False)[1:-1])]
+        ends = [at + len(form) for form in forms if (at := squeezed.find(form, position)) >= 0]
+        if ends:
+            position = ends[0]
+        elif message["role"] != "assistant" and not _changes(template, text, messages, tools, i):
+            raise TemplateRefusal(
+                f"the template does not write message {i + 1} ({message['role']}), so the model would not see what its "
+                "answer goes by; set a model.chatTemplate that does, or leave that turn out"
+            )
+
+
+def _changes(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None, turn: int) -> bool:
+    """Whether ``text``, the render of ``messages``, would be another one if message ``turn`` were: many templates write
+    contents in another form."""
+    try:
+        return template.render([*messages[:turn], _altered(messages[turn]), *messages[turn + 1 :]], tools) != text
+    except TemplateRefusal:
+        return True
 
 
 def _is_written(message: Message, trained: str) -> bool:

@@ -162,7 +162,7 @@ def render_text(preview: Preview, *, color: bool) -> str:
     if preview.straddling:
         head += f", {preview.straddling} of them begin before the answer"
     if preview.incomplete:
-        head += ", and the chat template leaves out text of what is trained"
+        head += ", and the chat template leaves out text or tools of what is trained"
     if preview.trained and preview.context_answers:
         head += f", {_earlier(preview.context_answers)} context only (data.trainOn: lastAssistantMessage)"
     return f"{head}\n{''.join(parts)}"

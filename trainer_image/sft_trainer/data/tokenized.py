@@ -180,7 +180,7 @@ class TokenizationReport:
                 self.incomplete_messages,
                 self.rows,
                 "trained messages",
-                "have text that the chat template leaves out, such as reasoning that it does not know",
+                "have text that the chat template leaves out, such as reasoning or tools that it does not know",
             ),
         ]
         return [
