@@ -343,6 +343,19 @@ def test_answers_that_are_context_or_empty_are_counted(setting: Setting) -> None
     assert setting.tokenize(pairs, source={"format": "promptCompletion"}).report.empty_answers == 1
 
 
+def test_shares_of_answers_are_of_all_that_are_trained(setting: Setting) -> None:
+    # given rows of several answers, of which some are empty and some have reasoning that the template does not know
+    turns = row("q", "a", reasoning="Hm.")["messages"]
+    rows = [{"messages": turns * 2 + row("q", "a")["messages"] + row("q", "")["messages"]}] * 2
+
+    warnings = setting.tokenize(rows, train_on="allAssistantMessages").report.warnings()
+
+    assert [warning.partition(")")[0] for warning in warnings] == [
+        "2 trained answers (25.0%",
+        "4 trained messages (50.0%",
+    ]
+
+
 def test_length_statistics() -> None:
     statistics = LengthStatistics.of(np.array([4, 1, 3, 2, 10], np.int32))
     assert statistics == LengthStatistics(mean=4.0, min=1, quartile1=2, median=3, quartile3=4, max=10, total=20)
@@ -362,6 +375,7 @@ def test_report_survives_json_and_is_quiet_below_one_percent() -> None:
         max_length=8,
         trained_tokens=400,
         lengths=lengths,
+        trained_answers=200,
     )
     assert report.warnings() == []
     assert TokenizationReport.from_json(json.loads(json.dumps(report.to_json()))) == report

@@ -49,6 +49,8 @@ class Example:
     """Answers that ``data.trainOn`` leaves untrained."""
     empty: int = 0
     """Trained answers that say nothing."""
+    answers: int = 1
+    """Trained answers; a text is one."""
 
     def pieces(self, settings: Settings) -> list[tuple[Sequence[int], NDArray[np.uint8]]]:
         """Tokens and masks of what is kept of it: as many as ``settings`` allow at once, those that train something."""
@@ -135,6 +137,7 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
             row.incomplete,
             context_answers=row.context_answers,
             empty=row.empty,
+            answers=row.answers,
         )
     # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.
     first, last = codec.around(encoding.ids)

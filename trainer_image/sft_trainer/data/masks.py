@@ -45,6 +45,8 @@ class MarkedText:
     """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
     empty: int = 0
     """Trained messages that say nothing."""
+    answers: int = 1
+    """Trained messages."""
 
 
 def selected_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
@@ -83,6 +85,7 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
             for i, message in enumerate(messages)
         ),
         empty=sum(_says_nothing(messages[i]) for i in selected),
+        answers=len(selected),
     )
 
 

@@ -201,6 +201,7 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
                     incomplete=example.incomplete,
                     context_answers=example.context_answers,
                     empty=example.empty,
+                    answers=example.answers,
                 )
             elif not overlong or settings.overlong != "drop":
                 counts += Counts(untrained=1)
@@ -255,6 +256,7 @@ def _write_examples(
             incomplete_messages=counts.incomplete,
             context_answers=counts.context_answers,
             empty_answers=counts.empty,
+            trained_answers=counts.answers,
             longest=counts.longest,
             max_length=settings.max_length,
             trained_tokens=writer.trained,

@@ -40,6 +40,8 @@ class Counts:
     """Answers that ``data.trainOn`` leaves untrained."""
     empty: int = 0
     """Trained answers that say nothing."""
+    answers: int = 0
+    """Trained answers; a text is one, and so are the tokens of a row."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
@@ -51,6 +53,7 @@ class Counts:
             longest=max(self.longest, other.longest),
             context_answers=self.context_answers + other.context_answers,
             empty=self.empty + other.empty,
+            answers=self.answers + other.answers,
         )
 
 
@@ -112,6 +115,7 @@ class TokenizationReport:
     """Rows longer than ``data.maxLength`` that were split."""
     context_answers: int = 0
     empty_answers: int = 0
+    trained_answers: int = 0
 
     @property
     def dropped_share(self) -> float:
@@ -141,7 +145,7 @@ class TokenizationReport:
         return "".join(f"; {count:,} {what}" for count, what in found if count)
 
     def warnings(self) -> list[str]:
-        """A sentence for everything that happened to more than 1% of the rows (or of the trained tokens)."""
+        """A sentence for everything that happened to more than 1% of the rows (or of the trained answers or tokens)."""
         limit = f"data.maxLength ({self.max_length} tokens; the longest row has {self.longest})"
         events = [
             (self.dropped_overlong, self.rows, "rows", f"were dropped because they are longer than {limit}"),
@@ -166,7 +170,7 @@ class TokenizationReport:
             ),
             (
                 self.empty_answers,
-                self.rows,
+                self.trained_answers,
                 "trained answers",
                 "are empty, and teach the model to say nothing: remove such rows unless that is meant",
             ),
@@ -178,7 +182,7 @@ class TokenizationReport:
             ),
             (
                 self.incomplete_messages,
-                self.rows,
+                self.trained_answers,
                 "trained messages",
                 "have text that the chat template leaves out, such as reasoning or tools that it does not know",
             ),
