@@ -6,6 +6,7 @@ rows must give the same tokens when a run is resumed on another day. And ``{% ge
 the text itself, so that their position is right inside macros and captured blocks too, where transformers' is not.
 """
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,9 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
     },
 }
+
+
+_PROBE_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe", "arguments": {"probe": "probe"}}}
 
 
 class TemplateRefusal(Exception):
@@ -166,7 +170,7 @@ class ChatTemplate:
     ) -> str:
         try:
             return template.render(
-                messages=messages,
+                messages=self._as_called(messages),
                 tools=tools or None,
                 documents=None,
                 add_generation_prompt=generation_prompt,
@@ -180,6 +184,35 @@ class ChatTemplate:
                 f"({', '.join(message['role'] for message in messages) or 'no turns'}): "
                 f"{type(error).__name__}: {error}{hint}"
             ) from error
+
+    def _as_called(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """``messages`` with their tool calls in the form that the template takes."""
+        if not any("tool_calls" in message for message in messages):
+            return messages
+        return [
+            _call_written(message, *self._call_form) if "tool_calls" in message else message for message in messages
+        ]
+
+    @cached_property
+    def _call_form(self) -> tuple[bool, bool]:
+        """Whether the arguments of a call are to be JSON in a string, and a content that is not there None.
+
+        DeepSeek's templates put arguments together with other text, and tell calls by a content that is none.
+        """
+        calls: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
+        forms = [(as_text, with_none) for as_text in (False, True) for with_none in (False, True)]
+        for form in forms:
+            messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(calls, *form)]
+            with suppress(Exception):  # as below
+                self._plain.render(
+                    messages=messages,
+                    tools=[_PROBE_TOOL],
+                    documents=None,
+                    add_generation_prompt=False,
+                    **self.special_tokens,
+                )
+                return form
+        return forms[0]
 
     @cached_property
     def assistant_turn(self) -> AssistantTurn:
@@ -239,6 +272,20 @@ class ChatTemplate:
             prompt = self.render(messages, tools, generation_prompt=True, variables=variables)
             if text.startswith(prompt):
                 yield prompt
+
+
+def _call_written(message: Message, as_text: bool, with_none: bool) -> Message:
+    """``message``, which calls tools, with their arguments as text if asked for, and without a content or with None."""
+    written = {"content": None, **message} if with_none else message
+    if not as_text:
+        return written
+    return {**written, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": _with_text(call["function"])}
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
 def any_of(tokens: Sequence[str]) -> re.Pattern[str]:
