@@ -95,6 +95,18 @@ def test_all_of_a_text_is_trained_as_the_tokenizer_makes_it_with_its_end(
     assert mask == [0, *[1] * (len(ids) - 1)]
 
 
+def test_turns_that_are_written_out_with_a_line_end_behind_them_end_once(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    written = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}], tokenize=False
+    )
+    assert written.endswith(f"{tokenizer.eos_token}\n")
+
+    ids, mask = Rows(tmp_path / "rows", [{"text": written}], tokenizer).first()
+
+    assert (ids, mask[-1]) == (tokenizer(written)["input_ids"], 1)
+
+
 @pytest.mark.parametrize(("family", "kind", "begins"), TOKENIZERS)
 def test_of_a_prompt_and_its_completion_the_completion_is_trained_with_its_end(
     tmp_path: Path, family: str, kind: Kind, begins: bool

@@ -140,7 +140,7 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
             answers=row.answers,
         )
     # Put around the tokens, not around the text: behind a special token some tokenizers split what follows otherwise.
-    first, last = codec.around(encoding.ids)
+    first, last = codec.around(row.text, encoding.ids)
     text = "".join([*first, row.text, *last])
     ends = [0, *accumulate(map(len, (*first, row.text, *last)))]
     spans, shift = [*pairwise(ends)], ends[len(first)]

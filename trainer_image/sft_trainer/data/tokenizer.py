@@ -174,14 +174,12 @@ class Codec:
                 "model.tokenizerUri to one that has it"
             )
 
-    def around(self, ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The tokens that belong before and behind the text of ``ids``, as the tokenizer and the end of a text have it;
-        none where the text has them already."""
+    def around(self, text: str, ids: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens that belong before and behind ``text``, whose own are ``ids``, as the tokenizer and the end of a
+        text have it; none where the text has them already. Many chat templates write a line end behind the last one."""
         begin, end = self.before_texts, (self.special_tokens["eos_token"],)
-        return (
-            () if list(ids[: len(begin)]) == self.numbers(begin) else begin,
-            () if list(ids[-1:]) == self.numbers(end) else end,
-        )
+        ended = text.rstrip().endswith(end) and not {*self.numbers(end)}.isdisjoint(ids)
+        return () if list(ids[: len(begin)]) == self.numbers(begin) else begin, () if ended else end
 
     def numbers(self, tokens: Sequence[str]) -> list[int]:
         """The numbers of ``tokens``."""
