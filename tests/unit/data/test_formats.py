@@ -289,6 +289,12 @@ def test_reasoning_has_the_names_that_templates_read(key: str) -> None:
     assert message["reasoning_content"] == message["thinking"] == "Hm."
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_empty_reasoning_is_none(key: str) -> None:
+    # as gpt-oss's template writes a block for it, and Qwen3's looks for none in the content
+    assert read(QUESTION, {**ANSWER, key: ""}).messages == read(QUESTION, ANSWER).messages
+
+
 @pytest.mark.parametrize("empty", ["reasoning_content", "thinking"])
 def test_reasoning_is_read_from_the_name_that_has_any(empty: str) -> None:
     message = read(QUESTION, {**ANSWER, empty: "", "reasoning": "Hm."}).messages[1]

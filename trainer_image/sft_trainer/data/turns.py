@@ -168,12 +168,13 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
             f"{where} ({role}) has neither content nor tool_calls{held}; write what is said as content, or remove "
             "the row"
         )
-    written = [message[key] for key in _REASONING_KEYS if key in message]
-    reasoning = next(filter(None, written), written[0] if written else None)  # data may have all keys in all rows
-    if reasoning is not None:
-        if not isinstance(reasoning, str):
-            raise DataError(f"{where}: reasoning must be text, not {quoted(reasoning)}")
-        message |= {"thinking": message.get("thinking") or reasoning, "reasoning_content": reasoning}
+    # Data may have all keys in all rows; an empty one is none, as templates that look for the key write an empty block.
+    written = {key: message.pop(key) for key in _REASONING_KEYS if key in message}
+    reasoning = next(filter(None, written.values()), next(iter(written.values()), ""))
+    if not isinstance(reasoning, str):
+        raise DataError(f"{where}: reasoning must be text, not {quoted(reasoning)}")
+    if reasoning:
+        message |= written | {"thinking": written.get("thinking") or reasoning, "reasoning_content": reasoning}
     return message, _read_flag(turn, role, where)
 
 
