@@ -197,6 +197,7 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
             pieces = example.pieces(settings)
             if pieces:
                 counts += Counts(
+                    cut=int(overlong),
                     straddling=example.straddling,
                     incomplete=example.incomplete,
                     context_answers=example.context_answers,
@@ -249,8 +250,8 @@ def _write_examples(
             rows=counts.rows,
             kept=len(kept),
             dropped_overlong=counts.overlong if settings.overlong == "drop" else 0,
-            truncated=counts.overlong if settings.overlong == "truncate" else 0,
-            split=counts.overlong if settings.overlong == "split" else 0,
+            truncated=counts.cut if settings.overlong == "truncate" else 0,
+            split=counts.cut if settings.overlong == "split" else 0,
             dropped_untrained=counts.untrained,
             straddling_tokens=counts.straddling,
             incomplete_messages=counts.incomplete,

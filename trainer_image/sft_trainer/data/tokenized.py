@@ -28,6 +28,8 @@ class Counts:
     rows: int = 0
     overlong: int = 0
     """Rows longer than ``data.maxLength``, dropped, truncated or split."""
+    cut: int = 0
+    """Those of them of which something is kept, truncated or split."""
     untrained: int = 0
     """Rows dropped because no token of them would be trained."""
     straddling: int = 0
@@ -47,6 +49,7 @@ class Counts:
         return Counts(
             rows=self.rows + other.rows,
             overlong=self.overlong + other.overlong,
+            cut=self.cut + other.cut,
             untrained=self.untrained + other.untrained,
             straddling=self.straddling + other.straddling,
             incomplete=self.incomplete + other.incomplete,
