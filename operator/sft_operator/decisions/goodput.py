@@ -29,8 +29,8 @@ def account_pods(
     since = (parse_time(marks.until) if marks else None) or EARLIEST
     # In the status times are whole seconds.
     until = max(since, _up_to(observed, now).replace(microsecond=0))
-    pods = (*observed.gone_pods, *observed.pods)
-    bound = sum(_bound_seconds(pod, since, until, gone=pod in observed.gone_pods) for pod in pods)
+    bound = sum(_bound_seconds(pod, since, until, gone=True) for pod in observed.gone_pods)
+    bound += sum(_bound_seconds(pod, since, until, gone=False) for pod in observed.pods)
     if previous is None and bound == 0:
         return None
     total = (previous.gpu_seconds if previous else 0.0) + bound * devices.per_pod

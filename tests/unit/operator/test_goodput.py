@@ -42,6 +42,16 @@ def seconds_of(observed: Observed, *looks: float, devices: Devices = EIGHT) -> f
     return goodput.gpu_seconds
 
 
+def test_pods_that_go_together_are_not_compared_with_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job of thousands of pods that is suspended, each look would hold up all jobs, and the Lease, for seconds."""
+    gone = tuple(make_pod(index, uid=f"pod-{index}", deletion=-5, conditions=bound(-100)) for index in range(50))
+    compared: list[object] = []
+    monkeypatch.setattr(Pod, "__eq__", lambda pod, other: bool(compared.append(other)) or pod is other)
+    goodput = account_pods(None, EIGHT, Observed(job=make_child(), pods=pods(-60), gone_pods=gone), at(0))
+    assert goodput is not None
+    assert not compared
+
+
 def test_pods_without_a_node_cost_nothing() -> None:
     assert account_pods(None, EIGHT, Observed(job=make_child(), pods=(make_pod(0), make_pod(1))), at(0)) is None
 
