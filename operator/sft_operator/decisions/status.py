@@ -296,9 +296,13 @@ def _condition(
 
 def failed_look_status(previous: SFTJobStatus, generation: int, message: str, now: datetime) -> SFTJobStatus:
     """``previous``, and that the operator failed over this job."""
-    stalled = _condition(previous, "Stalled", True, "OperatorError", message, generation, now)
-    kept = [item for item in previous.conditions if item.type != "Stalled"]
-    return previous.model_copy(update={"message": message[:4096], "conditions": [*kept, stalled]})
+    # Also that it is not on its way: whoever reads both (kstatus) takes the first that holds.
+    told = (
+        _condition(previous, "Reconciling", False, "Settled", "", generation, now),
+        _condition(previous, "Stalled", True, "OperatorError", message, generation, now),
+    )
+    kept = [item for item in previous.conditions if item.type not in {each.type for each in told}]
+    return previous.model_copy(update={"message": message[:4096], "conditions": [*kept, *told]})
 
 
 def is_transition(before: SFTJobStatus, after: SFTJobStatus) -> bool:

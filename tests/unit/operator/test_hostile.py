@@ -202,10 +202,11 @@ def test_an_error_nobody_thought_of_is_said_on_that_job_once(monkeypatch: pytest
 
     stalled = world.condition("Stalled")
     assert (stalled["status"], stalled["reason"]) == ("True", "OperatorError")
+    assert world.condition("Reconciling")["status"] == "False"
     assert "OverflowError: date value out of range" in world.status["message"]
     assert world.api.done("patch", "SFTJob") == told + 1
     world.look()
-    assert world.condition("Stalled")["status"] == "False"
+    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["status"]) == ("False", "True")
 
 
 @pytest.mark.parametrize("end", ["Complete", "Failed"])
