@@ -122,7 +122,7 @@ def _find(
     if enough:
         return Situation("Failed", "RestartsExhausted", enough, stalled=True, completed=now)
     if terms.suspend:
-        return _suspended(child, observed)
+        return _suspended(previous, child, observed)
     if child is None or child.deleting:
         return _without_job(observed)
     if rests_by_us(child):
@@ -198,8 +198,10 @@ def has_ended(observed: Observed) -> bool:
     return observed.job is not None and bool(observed.job.complete or observed.job.failed)
 
 
-def _suspended(child: ChildJob | None, observed: Observed) -> Situation:
-    saving = len(observed.active_pods)
+def _suspended(previous: SFTJobStatus, child: ChildJob | None, observed: Observed) -> Situation:
+    # Also of its Job that was deleted meanwhile: no place is free before they have ended.
+    earlier = observed.earlier_pods if previous.job_ref else ()
+    saving = len(observed.active_pods) + sum(pod.deletion is not None for pod in earlier)
     if problem := not_stopped(observed):
         return Situation("Suspending", problem.reason, problem.message, problem.stalled)
     if saving or (child and not child.suspended):

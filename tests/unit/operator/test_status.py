@@ -48,6 +48,7 @@ NO_ROOM = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are
 UNPLACED = (make_pod(0, phase="Pending", node=None, conditions=NO_ROOM), make_pod(1))
 LOST = (make_pod(0), make_pod(1, phase="Failed", exit_code=30, conditions=disruption()))
 GOING = (make_pod(0), make_pod(1, deletion=-5))
+HAD_A_JOB = TRAINED.model_copy(update={"job_ref": "tulu"})
 BAD_DATA = make_pod(1, phase="Failed", exit_code=11, words=words(FailureClass.DATA_ERROR, 0, message="no column x"))
 
 
@@ -103,6 +104,10 @@ MISFIT = report(training(0, phase=Phase.WAITING), version_mismatch="pod 0 has ve
         (running(), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
         (running(job=make_child(suspend=True)), TRAINED, {"suspend": True}, "Suspending", "SuspendRequested"),
         (running(job=make_child(suspend=True), pods=()), TRAINED, {"suspend": True}, "Suspended", "SuspendRequested"),
+        # Its Job was deleted while they saved; others nobody has asked to end, or they are of an earlier run.
+        (Observed(earlier_pods=GOING), HAD_A_JOB, {"suspend": True}, "Suspending", "SuspendRequested"),
+        (Observed(earlier_pods=GOING), None, {"suspend": True}, "Suspended", "SuspendRequested"),
+        (Observed(earlier_pods=(make_pod(0),)), HAD_A_JOB, {"suspend": True}, "Suspended", "SuspendRequested"),
         (
             running(job=make_child(suspend=True), pods=(make_pod(0, phase="Failed", exit_code=30, deletion=-5),)),
             TRAINED,
