@@ -223,7 +223,9 @@ class _Look(Notes):
         if goes_on(observed) and observed.job:
             self._delete("Job", observed.job.name, observed.job.uid)
         left = time_to_live(self._manifest, previous, self._now)
-        if left is not None and left <= timedelta():
+        if any(isinstance(action, SetFinalizers) for action in self._actions):
+            self._look_in(DELETE_AGAIN_SECONDS)  # what is to be removed with it would be lost, were that refused
+        elif left is not None and left <= timedelta():
             self._delete(KIND, self._key.name, self._manifest["metadata"]["uid"])
         elif left is not None:
             self._look_in(min(left.total_seconds() + 0.1, 3600.0))

@@ -120,6 +120,15 @@ def test_that_a_time_to_live_takes_the_checkpoints_along_is_told_as_a_warning() 
     assert ("Warning", "TrainerWarning") in [(item.type, item.reason) for item in result.news]
 
 
+def test_a_time_to_live_deletes_nothing_before_the_object_carries_the_finalizer() -> None:
+    policy = {"runPolicy": {"ttlSecondsAfterFinished": 0}}
+    asked = decided(manifest(**policy), status=COMPLETE)
+    carries = decided(manifest(PLACE_FINALIZER, **policy), status=COMPLETE)
+
+    assert (kinds(asked), asked.again) == (["SetFinalizers"], 2.0)
+    assert carries.actions == (Delete("SFTJob", "tulu", "sft-uid"),)
+
+
 def test_who_removes_has_to_read() -> None:
     with pytest.raises(ValidationError, match=r"store\.remove needs store\.verify"):
         StoreSettings(uri="s3://platform/sft", remove=True)
