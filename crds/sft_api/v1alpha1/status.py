@@ -172,7 +172,7 @@ class RestartsStatus(ApiModel):
     replaced_pods: int = Field(
         default=0, description="Lost pods that the Job controller tells of and that are counted in here."
     )
-    counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=5000)] = Field(
+    counted: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=20000)] = Field(
         default_factory=list, description="Incidents and pods already counted, so that none is counted twice."
     )
 

@@ -163,7 +163,7 @@ class Picture:
             self._strays.note(key)
             return None
         entry = self.entry(key)
-        if kind == "Pod" and known is None and len(entry.pods) >= (most := _most_pods(entry)):
+        if kind == "Pod" and known is None and len(entry.pods) >= (most := most_pods(entry)):
             many = f"more than {most} pods belong to Job {key.name}, and no more are looked at"
             return self.say(key, _CROWD, f"{many}: delete those that have ended")
         try:
@@ -258,7 +258,7 @@ class Picture:
                     self._deleted[kind][uid] = version
                     changed.add(key)
             gone = [what for what in entry.unreadable if what[0] == kind and what[1] not in present]
-            if kind == "Pod" and pods[key] <= _most_pods(entry):
+            if kind == "Pod" and pods[key] <= most_pods(entry):
                 gone += [_CROWD] if _CROWD in entry.unreadable else []
             for what in gone:
                 del entry.unreadable[what]
@@ -346,7 +346,7 @@ def _note_gone(entry: Entry, uid: str, pod: Pod) -> None:
     """Keep a pod until it was told of. One of another Job never will be, and tenants can make any number of those."""
     # A Job that is not there may come back: nobody watches one without our label.
     of_ours = entry.job is None or pod.job_uid == entry.job.value.uid
-    if of_ours and len(entry.gone_pods) < _most_pods(entry):
+    if of_ours and len(entry.gone_pods) < most_pods(entry):
         entry.gone_pods[uid] = pod
 
 
@@ -361,7 +361,8 @@ def uid_of(manifest: Manifest) -> str:
     return text(part(manifest, "metadata").get("uid"))
 
 
-def _most_pods(entry: Entry) -> int:
+def most_pods(entry: Entry) -> int:
+    """So many pods are held for one job; all of them can stand in its status as counted."""
     spec = part(entry.manifest.value, "spec", "compute") if entry.manifest else {}
     return 2 * (integer(spec.get("nodes"), lowest=1, highest=_MOST_NODES) or 1) + _SPARE_PODS
 

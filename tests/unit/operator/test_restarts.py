@@ -8,18 +8,21 @@ from typing import Any
 
 import pytest
 
+from sft_api.crd import resource_schema
 from sft_api.failures import FailureClass
 from sft_api.restarts import Reached, exhausted
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_operator.cluster.progress_client import parse_report
-from sft_operator.decisions.restarts import count_restarts
+from sft_operator.decisions.restarts import KEPT_INCIDENT_KEYS, count_restarts
 from sft_operator.decisions.status import read_status, write_status
 from sft_operator.picture.observed import Observed, Report
+from sft_operator.picture.picture import Key, Picture, most_pods
 from tests.unit.operator.make import (
     NOW,
     at,
     disruption,
     incident,
+    job_manifest,
     make_child,
     make_pod,
     report,
@@ -38,6 +41,18 @@ def count(
     """As the operator does, through a status that is written and read."""
     before = RestartsStatus.model_validate((previous or RestartsStatus()).model_dump(by_alias=True))
     return count_restarts(before, observed, reached=Reached(step, checkpoint_step), now=NOW)
+
+
+def test_all_that_is_held_of_a_job_can_be_known_as_counted() -> None:
+    """What a status had no room for would count again in each look, until the run has failed too often."""
+    schema = resource_schema()["properties"]
+    room = schema["status"]["properties"]["restarts"]["properties"]["counted"]["maxItems"]
+    nodes = schema["spec"]["properties"]["compute"]["properties"]["nodes"]["maximum"]
+    picture = Picture()
+    picture.store("SFTJob", job_manifest(compute={"nodes": nodes}))
+
+    # Of those that are there, and of those that went since the last word.
+    assert room >= KEPT_INCIDENT_KEYS + 2 * most_pods(picture.entry(Key("team", "tulu")))
 
 
 def test_incidents_count_once() -> None:
