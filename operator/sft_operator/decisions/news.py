@@ -52,7 +52,9 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     if after.state and after.state != before.state and not _is_passed(before, after):
         kind: Literal["Normal", "Warning"] = "Warning" if problem else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
-    elif problem and (known is None or known.reason != problem.reason):
+    # Also what came together with a change of state, by its own name. What has failed is told by Failed.
+    failed = after.state == "Failed" != before.state
+    if problem and not failed and (known is None or known.reason != problem.reason):
         told.append(News("Warning", problem.reason, problem.message))
     return told
 

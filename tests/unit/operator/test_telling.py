@@ -18,7 +18,8 @@ from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
 from sft_operator.decisions.status import compute_status
 from sft_operator.metrics import OperatorMetrics
-from tests.unit.operator.make import NOW, job_manifest, make_job, make_pod, report, running, stamp, training
+from tests.unit.operator.make import NOW, job_manifest, make_child, make_job, make_pod, report, running, stamp, training
+from tests.unit.operator.statuses import TRAINED
 
 
 @pytest.mark.parametrize("state", ["Queued", "Starting", "Recovering", "Suspended"])
@@ -54,6 +55,16 @@ def test_trouble_is_a_warning_once() -> None:
 
     assert [(item.type, item.reason) for item in news(fresh, first)] == [("Warning", "ImagePull")]
     assert news(first, second) == []
+
+
+def test_trouble_that_comes_with_a_change_of_state_is_a_warning_by_its_own_name() -> None:
+    """As an alert looks for it: by the reason."""
+    pods = (make_pod(0, phase="Pending", waiting=("ErrImagePull", "no such image")), make_pod(1))
+    away = compute_status(make_job(), TRAINED, running(pods=pods), NOW)
+
+    assert [item.reason for item in news(TRAINED, away)] == ["Recovering", "ImagePull"]
+    failed = compute_status(make_job(), TRAINED, running(job=make_child(conditions={"Failed": ("x", "")})), NOW)
+    assert [item.reason for item in news(TRAINED, failed)] == ["Failed"]
 
 
 def test_an_export_on_the_way_is_an_event_once_and_stays_told() -> None:
