@@ -33,11 +33,15 @@ def retry(name: str, namespace: str | None, context: str | None, *, take_over: b
     _kubectl("annotate", resource, name, f"{RETRY_ANNOTATION}={word}", "--overwrite", unchanged, *where)
     follow = " ".join(["kubectl get sftjob", name, *where, "--watch"])
     waits = "once nothing is left of what has failed; until then status.message names what is waited for"
+    if (job.get("spec") or {}).get("suspend") is True:
+        waits += "; its spec.suspend is true: set that to false as well"
     return f"{name} begins again, from its newest checkpoint: {follow}\n({waits})"
 
 
 def _check(job: dict[str, Any], name: str) -> None:
-    """Only what has run and failed can begin again."""
+    """Only what has run and failed can begin again, and stays."""
+    if job["metadata"].get("deletionTimestamp"):
+        raise UserError(f"{name} is being deleted: submit it again under its name once it is gone")
     status = job.get("status") or {}
     state = status.get("state") or "new"
     if state != "Failed":

@@ -11,11 +11,11 @@ from sft_cli.errors import UserError
 from sft_cli.retry import retry
 
 
-@pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What ``kubectl`` was called with, where the job has failed."""
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, suspend: bool = False, **metadata: str) -> Path:
+    """A ``kubectl`` that knows a job that has failed; the file with what it was called with."""
     failed = {
-        "metadata": {"resourceVersion": "7"},
+        "metadata": {"resourceVersion": "7", **metadata},
+        "spec": {"suspend": suspend},
         "status": {"state": "Failed", "completionTime": "2026-01-01T12:00:00Z"},
     }
     kubectl, calls = tmp_path / "kubectl", tmp_path / "calls"
@@ -23,6 +23,29 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     kubectl.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     return calls
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What ``kubectl`` was called with, where the job has failed."""
+    return answers(tmp_path, monkeypatch)
+
+
+def test_what_is_being_deleted_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = answers(tmp_path, monkeypatch, deletionTimestamp="2026-01-01T12:00:00Z")
+
+    with pytest.raises(UserError, match="tulu is being deleted: submit it again under its name once it is gone"):
+        retry("tulu", None, None, take_over=False)
+
+    assert "annotate" not in calls.read_text()
+
+
+def test_who_asks_for_what_is_suspended_is_told_what_else_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers(tmp_path, monkeypatch, suspend=True)
+
+    assert "its spec.suspend is true: set that to false as well" in retry("tulu", None, None, take_over=False)
 
 
 def test_who_asks_is_told_how_to_follow_and_what_is_waited_for(asked: Path) -> None:
