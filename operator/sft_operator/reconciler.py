@@ -265,7 +265,9 @@ class Reconciler:
         try:
             changed = await self._children.change_job(key.namespace, action.job, action.patch)
         except (NameTakenError, RefusedError) as error:
-            self._refused(key, error)
+            # Deleted just now, as the watch is about to tell: nobody refuses anything.
+            if not (isinstance(error, RefusedError) and error.error.code == 404):
+                self._refused(key, error)
             return
         self._picture.store("Job", changed)
         self._remember(key, job_changed)

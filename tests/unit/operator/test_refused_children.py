@@ -57,6 +57,23 @@ def test_a_child_that_is_refused_for_good_is_told_while_another_may_still_pass()
     assert world.api.done("create", "Job") == 0
 
 
+def test_a_job_that_was_deleted_just_now_is_no_refusal() -> None:
+    """Whoever suspends a run and deletes its Job: the second is told a moment later."""
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.look()
+    world.look()
+    suspended = job_manifest(suspend=True) | {"status": world.status}
+    suspended["metadata"]["generation"] = 2
+    world.api.keep("SFTJob", suspended)
+    world.api.refuses = answer("patch", "Job", ApiError(404, "NotFound", 'jobs.batch "tulu" not found'))
+
+    pass_time(world, 3)
+
+    assert 1 <= world.api.done("patch", "Job") <= 3, "ever more rarely, if nothing tells of it"
+    assert world.condition("Stalled")["status"] == "False"
+
+
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "Job"])
 @pytest.mark.parametrize("code", [401, 409, 410, 429])
 def test_a_webhook_that_says_no_is_quoted_whatever_code_it_says_it_with(kind: str, code: int) -> None:
