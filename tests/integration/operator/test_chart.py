@@ -66,7 +66,6 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("pods.megatronImage.tag=1", "/pods/megatronImage"),
         ("logLevel=LOUD", "/logLevel"),
         ("caBundle=ca.crt", "/caBundle"),
-        ("settings.caBundle=ca.crt", "/settings/caBundle"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
         ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
         ("pods.resources.perGpu.requests.gpus=1", "'gpus'"),

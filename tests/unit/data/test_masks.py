@@ -240,6 +240,20 @@ def test_what_a_tool_says_is_found_as_json_without_rendering_again(monkeypatch: 
     assert '["{\\"sky\\":\\n \\"blü\\"}"<|end|>' in marked.text
 
 
+def test_a_system_prompt_before_the_last_question_has_nothing_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as Mistral's templates write it: else all turns before it would be looked for behind it
+    source = (
+        "{% set last = messages | selectattr('role', 'eq', 'user') | list | last %}"
+        "{% for m in messages if m.role != 'system' %}{{ messages[0].content if m == last }}{{ m.content }}"
+        "{{ '<|end|>' if m.role == 'assistant' }}{% endfor %}"
+    )
+    monkeypatch.setattr("sft_trainer.data.masks._changes", lambda *_: pytest.fail("was rendered again"))
+    given = turns(system("Be kind."), user("A?"), assistant("Hm."), user("B?"), assistant("Yo"))
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, LAST)
+    assert marked is not None
+    assert marked.text == "A?Hm.<|end|>Be kind.B?Yo<|end|>"
+
+
 def test_tools_that_the_template_leaves_out_are_counted() -> None:
     given = turns(user("Hi"), assistant("Yo"), tools=[{"type": "function", "function": {"name": "sky"}}])
     of_two, of_qwen = ChatTemplate(OF_TWO_ROLES, {}, ("<|end|>",)), template_of("qwen3")

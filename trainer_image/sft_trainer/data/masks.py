@@ -123,7 +123,8 @@ def _check_context(template: ChatTemplate, text: str, messages: list[Message], t
         forms = [_squeezed(form) for form in (content, json.dumps(content, ensure_ascii=False)[1:-1])]
         ends = [at + len(form) for form in forms if (at := squeezed.find(form, position)) >= 0]
         if ends:
-            position = ends[0]
+            # Some write what the system says before the last turn of the user, whatever stands between.
+            position = position if message["role"] == "system" else ends[0]
         elif message["role"] != "assistant" and not _changes(template, text, messages, tools, i):
             raise TemplateRefusal(
                 f"the template does not write message {i + 1} ({message['role']}), so the model would not see what its "
