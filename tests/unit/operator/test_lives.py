@@ -1,0 +1,163 @@
+"""What holds in every life of a job, whatever happens to it: played in a small cluster, by fixed seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
+from sft_operator.decisions.changes import is_finished
+from sft_operator.decisions.status import read_status
+from tests.unit.operator.lives import Counts, Life, Violation
+from tests.unit.operator.make import Object
+from tests.unit.operator.test_reconciler import KEY
+
+HAPPENINGS = 14
+SHOWN_LINES = 40
+TOLD_SECONDS = 1.5
+"""In which the operator has heard of everything."""
+# By names of what may happen in a life, how often.
+USUAL = {"suspend": 25, "resume": 25, "evict": 12, "crash": 12, "edit": 4}
+KINDS = {
+    "interrupted": {"evict": 12, "crash": 12, "edit": 4},
+    "suspended": USUAL,
+    "deleted": {**USUAL, "delete_job": 8, "delete_job_and_suspend": 8, "make_again": 4},
+    "its operator away or in trouble": {**USUAL, "restart_operator": 10, "refuse_status": 8},
+    "failed and tried again": {**USUAL, "fail": 10, "retry": 20},
+    "all of it": {
+        **USUAL,
+        "delete_job": 6,
+        "make_again": 4,
+        "restart_operator": 6,
+        "refuse_status": 4,
+        "fail": 4,
+        "retry": 8,
+    },
+}
+Check = Callable[[Life, SFTJobStatus, SFTJobStatus], object]
+"""Of a life and two statuses in a row; whatever it returns is what is wrong. Its docstring says what holds."""
+
+
+def final_states_stay(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """What is complete, or has failed, stays so until somebody asks for another try."""
+    taken_back = is_finished(before) and after.state != before.state and after.retried == before.retried
+    return taken_back and f"{before.state} became {after.state}"
+
+
+def counts_only_grow(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """What was counted stays counted; of failures until somebody asks for another try."""
+    was, now = before.restarts, after.restarts
+    if was is None:
+        return None
+    if now is None:
+        return "no restarts are told any more"
+    falls = now.disruptions < was.disruptions or now.lost_steps < was.lost_steps
+    return (falls or (now.failures < was.failures and after.retried == before.retried)) and f"{was} became {now}"
+
+
+def nothing_is_counted_twice(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """No more failures are counted than there were, and no more lost pods than somebody took."""
+    told, happened = after.restarts, life.counts
+    if told is None:
+        return None
+    # Times are whole seconds: pods that a suspension took which lasted for less may be counted as lost.
+    taken = happened.evictions + 2 * happened.suspensions + 2 * happened.deleted_jobs
+    many = told.failures > happened.crashes or told.disruptions > taken
+    return many and f"{told} of {happened}"
+
+
+def used_time_only_grows(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """GPU time that was used stays used."""
+    was, now = before.goodput, after.goodput
+    return was and now and now.gpu_seconds < was.gpu_seconds and f"{was.gpu_seconds} s became {now.gpu_seconds} s"
+
+
+def progress_only_grows(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """Within an attempt the step only grows, and attempts do."""
+    if not (before.progress and after.progress) or after.retried != before.retried:
+        return None
+    was, now = (before.attempt or 0, before.progress.step), (after.attempt or 0, after.progress.step)
+    return now < was and f"attempt and step {was} became {now}"
+
+
+def only_what_failed_is_stalled(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """Only a job that has failed, or over which the operator fails, needs somebody, as nothing else is refused in this
+    cluster; and what needs somebody is not on its way."""
+    holding = {item.type: item.reason for item in after.conditions if item.status == "True"}
+    needed = after.state == "Failed" or holding.get("Stalled") == "OperatorError"
+    wrong = "Stalled" in holding and ("Reconciling" in holding or not needed)
+    return wrong and f"{holding} hold of a job that is {after.state}: {after.message}"
+
+
+def what_is_suspended_holds_no_gpu(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """A run that had begun is suspended once those of its pods have ended that were asked to."""
+    asked_before = life.story.seconds - TOLD_SECONDS
+    saving = [pod.name for pod in life.nodes.pods if pod.living and pod.asked is not None and pod.asked < asked_before]
+    return before.job_ref and after.state == "Suspended" and saving and f"{saving} save still"
+
+
+def what_is_written_is_what_was_meant(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """A patch makes of the status that stood there the one that a look came to."""
+    if any(item.reason == "OperatorError" for item in after.conditions):
+        return None  # what could not be written stands there in part
+    shown = life.operator.picture.memory(KEY).shown
+    return shown is not None and not shown.is_whole and "it is another one"
+
+
+CHECKS: tuple[Check, ...] = (
+    final_states_stay,
+    counts_only_grow,
+    nothing_is_counted_twice,
+    used_time_only_grows,
+    progress_only_grows,
+    only_what_failed_is_stalled,
+    what_is_suspended_holds_no_gpu,
+    what_is_written_is_what_was_meant,
+)
+
+
+def check_status(life: Life, was: Object, now: Object) -> None:
+    """Tell what was written in the log of the life, and look at it."""
+    before, after = read_status({"status": was}), read_status({"status": now})
+    counted = after.restarts and f" ({after.restarts.failures} failures, {after.restarts.disruptions} disruptions)"
+    life.story.tell(f"status {before.state} > {after.state}: {(after.message or '')[:110]}{counted or ''}")
+    for check in CHECKS:
+        if wrong := check(life, before, after):
+            raise Violation(f"{' '.join((check.__doc__ or '').split())} But {wrong}.")
+
+
+def check_end(life: Life) -> None:
+    """A job that is left alone ends in the way that it should, stays so, and is quiet from then on."""
+    status, counts = read_status({"status": life.status}), life.counts
+    if status.state != "Complete" and not (status.state == "Failed" and counts.fatal_failures):
+        raise Violation(f"A job that is left alone gets complete. But it is {status.state}: {status.message}.")
+    told, happened = status.restarts or RestartsStatus(), (counts.evictions, counts.crashes)
+    if counts == Counts(*happened) and (told.disruptions, told.failures) != happened:
+        raise Violation(f"Of a run that is only interrupted everything is counted. But {told} of {counts} is.")
+    # Nor does what happens afterwards begin it again.
+    for happens in (life.suspend, life.delete_job, life.resume):
+        happens()
+        life.pass_time(3)
+    looks, writes = life.operator.looks, life.api.writes
+    life.pass_time(30)
+    if life.api.writes > writes or life.operator.looks > looks + 5:
+        more = f"{life.api.writes - writes} writes in {life.operator.looks - looks} looks followed"
+        raise Violation(f"What has ended is left alone. But {more}.")
+    for reason, most in (("Complete", 1), ("Suspended", counts.suspensions + 1)):
+        if life.api.events[reason] > most:
+            raise Violation(f"What happens once is told once. But {reason} was told {life.api.events[reason]} times.")
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int) -> None:
+    life = Life(seed, KINDS[kind], on_status=check_status)
+    try:
+        life.play(HAPPENINGS)
+        check_end(life)
+    except Exception as error:
+        log = "\n".join(life.story.lines[-SHOWN_LINES:])
+        raise AssertionError(f"{error}\n\n{log}") from (None if isinstance(error, Violation) else error)
+    finally:
+        life.operator.close()
