@@ -16,10 +16,10 @@ def harmless(text: str, stream: TextIO) -> str:
 
     Rows, names and records of others are printed, and could have it write to the clipboard or over other lines.
     """
-    return obeyed_by_none(text) if stream.isatty() else text
+    return with_controls_shown(text) if stream.isatty() else text
 
 
-def obeyed_by_none(text: str) -> str:
+def with_controls_shown(text: str) -> str:
     """``text`` for a terminal, as ``harmless`` has it."""
     return _CONTROLS.sub(lambda found: found[1] or f"\\x{ord(found[0]):02x}", text)
 

@@ -19,7 +19,7 @@ from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
 from sft_api.times import timestamp
 
-from .console import harmless, obeyed_by_none, say
+from .console import harmless, say, with_controls_shown
 from .ending import is_retried
 from .words import counted
 
@@ -46,7 +46,7 @@ def progress_line(progress: Progress, now: datetime, width: int | None = None) -
     """The state of the run in one line, of at most ``width`` columns: whole figures, as many as there is room for."""
     phase, parts = _phase(progress), _figures(progress, now)
     if width is not None:
-        phase, parts = obeyed_by_none(phase), [Part(part.rank, obeyed_by_none(part.text)) for part in parts]
+        phase, parts = with_controls_shown(phase), [Part(part.rank, with_controls_shown(part.text)) for part in parts]
         while parts and cell_len(_joined(phase, parts)) > width and any(part.rank for part in parts):
             parts.remove(max(parts, key=lambda part: part.rank))
         over = cell_len(_joined(phase, parts)) - width
