@@ -47,8 +47,6 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
     },
 }
-
-
 _PROBE_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe", "arguments": {"probe": "probe"}}}
 
 
