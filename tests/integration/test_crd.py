@@ -30,8 +30,8 @@ from tests.integration.good_manifests import (
     SHORTEST,
 )
 from tests.integration.kubernetes_api import Answer, KubernetesApi, kubernetes_api
-from tests.integration.manifests import Bad
-from tests.waiting import PATIENCE_SECONDS
+from tests.integration.manifests import Bad, manifest
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 NAMESPACE = "sft-api-tests"
 SFTJOBS = f"/apis/sftjob.dev/v1alpha1/namespaces/{NAMESPACE}/sftjobs"
@@ -210,6 +210,43 @@ def test_optional_blocks_cannot_be_added_later(api: KubernetesApi) -> None:
 
     assert [field for field, _ in answer.causes] == ["spec"]
     assert "spec.strategy cannot be changed" in answer.body["message"]
+
+
+A_NEW_RULE = "checkpoint.keep.best needs data.eval"
+
+
+def test_of_a_stored_job_that_a_new_rule_refuses_all_but_the_spec_may_change(
+    api: KubernetesApi, server: Cluster
+) -> None:
+    definition: Any = server.get("crd", "sftjobs.sftjob.dev")["spec"]
+    rules = definition["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["x-kubernetes-validations"]
+    (place,) = (number for number, rule in enumerate(rules) if rule["message"].startswith(A_NEW_RULE))
+    pointer = f"/spec/versions/0/schema/openAPIV3Schema/properties/spec/x-kubernetes-validations/{place}"
+    text = manifest({"checkpoint": "{keep: {best: 1}}"}, name="stored")
+    path = f"{SFTJOBS}/stored"
+
+    # An older CRD, which does not have the rule, stores it; the newer one comes.
+    _patch_definition(server, {"op": "remove", "path": pointer})
+    wait_until(lambda: try_to_create(api, text).accepted)
+    created = api.request("POST", SFTJOBS, text, "application/yaml")
+    assert created.accepted, created.body
+    _patch_definition(server, {"op": "add", "path": pointer, "value": rules[place]})
+    wait_until(lambda: not try_to_create(api, text.replace("name: stored", "name: other")).accepted)
+
+    told = api.request("PATCH", f"{path}/status", json.dumps({"status": {"state": "Running"}}), MERGE_PATCH)
+    marked = api.request("PATCH", path, json.dumps({"metadata": {"annotations": {"a": "b"}}}), MERGE_PATCH)
+    suspended = api.request("PATCH", path, json.dumps({"spec": {"suspend": True}}), MERGE_PATCH)
+    finalized = api.request("PATCH", path, json.dumps({"metadata": {"finalizers": ["sftjob.dev/test"]}}), MERGE_PATCH)
+    api.request("DELETE", path, "", "application/json")
+    let_go = api.request("PATCH", path, json.dumps({"metadata": {"finalizers": None}}), MERGE_PATCH)
+
+    assert [told.accepted, marked.accepted, finalized.accepted, let_go.accepted] == [True] * 4
+    assert [field for field, _ in suspended.causes] == ["spec"]
+    assert A_NEW_RULE in suspended.body["message"]
+
+
+def _patch_definition(server: Cluster, change: dict[str, Any]) -> None:
+    server.kubectl("patch", "crd", "sftjobs.sftjob.dev", "--type=json", f"--patch={json.dumps([change])}")
 
 
 def test_the_largest_job_costs_less_than_the_api_server_spends_on_one(api: KubernetesApi) -> None:
