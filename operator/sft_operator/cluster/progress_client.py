@@ -7,6 +7,7 @@ redirects are not followed.
 import asyncio
 import hashlib
 import ssl
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
@@ -29,6 +30,8 @@ _WARNING_CHARACTERS = 1000
 """As a status shows them."""
 _SECONDS = 4.0
 _CONNECT_SECONDS = 2.0
+_SLOW_SECONDS = 1.0
+_MOST_SLOW_PODS = 10_000
 KEPT_PODS = 500
 """Connections that stay open: to the pods that were asked last. Where more are asked in turn, none would be used
 again."""
@@ -53,12 +56,15 @@ class _Heard:
 
 
 class ProgressClient:
-    """Reads reports, so many at a time."""
+    """Reads reports, so many at a time. Pods that took long at the last time wait for one another, for nobody else."""
 
     def __init__(self, url: str, *, concurrency: int) -> None:
         """``url``: see ``Settings.progress_url``."""
         self._url = url
         self._limit = asyncio.Semaphore(concurrency)
+        self._limit_of_slow = asyncio.Semaphore(max(1, concurrency // 4))
+        self._slow: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """Pods as below: a node that is away, or a tenant whose pods answer just before they had to."""
         self._heard: OrderedDict[tuple[str, str], _Heard] = OrderedDict()
         """By URL and uid of the pod, ``KEPT_PODS`` at most: the longest unasked comes first."""
 
@@ -78,7 +84,12 @@ class ProgressClient:
         before = self._heard.pop((url, pod_uid), None)
         requests = before.requests if before else _requests(url)
         try:
-            body = await self._asked(url, requests)
+            async with self._limit_of_slow if (url, pod_uid) in self._slow else self._limit:
+                began = time.monotonic()
+                try:
+                    body = await _asked(url, requests)
+                finally:
+                    self._took((url, pod_uid), time.monotonic() - began)
             digest = hashlib.blake2b(body, digest_size=16).digest()
             progress = before.progress if before and before.digest == digest else parse_report(body)
             # Another pod may have its address by now: a connection that was kept says nothing of who answers.
@@ -98,22 +109,29 @@ class ProgressClient:
             self._heard.popitem(last=False)[1].requests.close()
         return progress
 
-    async def _asked(self, url: str, requests: Requests) -> bytes:
-        parts = urlsplit(url)
-        path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        async with self._limit:
-            try:
-                async with asyncio.timeout(_SECONDS):
-                    answer = await requests.send("GET", path, content_type="", accept="application/json", body=None)
-            except TooLongError as error:
-                raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes") from error
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
-        if answer.status != 200:
-            raise UnusableReport(f"{url} answered {answer.status}")
-        if len(answer.body) > MAX_BYTES:
-            raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes")
-        return answer.body
+    def _took(self, pod: tuple[str, str], seconds: float) -> None:
+        self._slow.pop(pod, None)
+        if seconds > _SLOW_SECONDS:
+            self._slow[pod] = None
+            if len(self._slow) > _MOST_SLOW_PODS:
+                self._slow.popitem(last=False)
+
+
+async def _asked(url: str, requests: Requests) -> bytes:
+    parts = urlsplit(url)
+    path = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    try:
+        async with asyncio.timeout(_SECONDS):
+            answer = await requests.send("GET", path, content_type="", accept="application/json", body=None)
+    except TooLongError as error:
+        raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes") from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise UnusableReport(f"{url}: {type(error).__name__}: {error}") from error
+    if answer.status != 200:
+        raise UnusableReport(f"{url} answered {answer.status}")
+    if len(answer.body) > MAX_BYTES:
+        raise UnreadableReport(f"the report is larger than {MAX_BYTES} bytes")
+    return answer.body
 
 
 def _requests(url: str) -> Requests:

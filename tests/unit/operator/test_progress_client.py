@@ -164,6 +164,42 @@ def test_who_answers_is_looked_at_on_a_kept_connection_too() -> None:
     assert ports[1] == ports[2] != ports[3]
 
 
+def test_pods_that_take_long_wait_for_one_another_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 pods of one tenant that answered after 3.9 seconds held the reports of all others up."""
+    monkeypatch.setattr(progress_client, "_SLOW_SECONDS", 0.05)
+    waiting, most, let_go = 0, 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal waiting, most
+        if "slow" in request.path:
+            waiting += 1
+            most = max(most, waiting)
+            await (let_go.wait() if known else asyncio.sleep(0.1))
+            waiting -= 1
+        return web.json_response({"jobUid": "u"})
+
+    known = False
+
+    async def scenario() -> None:
+        nonlocal known, most
+        async with pod(answer) as url:
+            client = ProgressClient(url.replace("/v1", "/{name}/v1"), concurrency=8)
+            try:
+                await asyncio.gather(*(ask(client, f"slow-{number}") for number in range(8)))
+                known, most = True, 0
+                held = [asyncio.create_task(ask(client, f"slow-{number}")) for number in range(8)]
+                # While none of the slow ones has an answer.
+                for number in range(20):
+                    await ask(client, f"quick-{number}")
+                assert waiting == most == 2, "a quarter"
+                let_go.set()
+                await asyncio.gather(*held)
+            finally:
+                await client.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_trainer_of_before_pods_told_their_uid_is_known_by_its_job() -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"jobUid": "u"})
