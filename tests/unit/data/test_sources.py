@@ -188,6 +188,34 @@ def test_what_is_linked_within_a_folder_is_read_once(tmp_path: Path) -> None:
     assert sorted(numbers(open_rows(data))) == [0, 1, 2, 3, 5, 6]
 
 
+def test_a_link_that_says_a_split_is_what_that_split_is_read_by(tmp_path: Path) -> None:
+    # Given parts of one folder that links make the splits, and what is shared by two
+    data = tmp_path / "data"
+    write_jsonl(data / "all" / "1" / "a.jsonl", ROWS[:2])
+    write_jsonl(data / "all" / "2" / "b.jsonl", ROWS[2:4])
+    (data / "train").symlink_to("all/1")
+    (data / "test").symlink_to("all/2")
+
+    # Then nobody trains what is held back, not even without a split
+    assert [numbers(open_rows(data, split=split)) for split in ("train", "test")] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError, match="only the names of others say a split"):
+        open_rows(data)
+
+    shared = tmp_path / "shared"
+    write_jsonl(shared / "both" / "c.jsonl", ROWS[:1])
+    for number, split in enumerate(("train", "test"), start=1):
+        write_jsonl(shared / split / "own.jsonl", ROWS[number : number + 1])
+        (shared / split / "more").symlink_to("../both")
+    assert [numbers(open_rows(shared, split=split)) for split in ("train", "test")] == [[0, 1], [0, 2]]
+
+
+def test_a_link_to_what_the_folder_lies_in_gives_no_row_twice(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "a.jsonl", ROWS[:2])
+    (tmp_path / "data" / "up").symlink_to("..")
+
+    assert numbers(open_rows(tmp_path / "data")) == [0, 1]
+
+
 def test_a_folder_that_may_not_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", ROWS)
     listed = Path.iterdir

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from sft_api.splits import Slice
@@ -16,7 +17,7 @@ from .csv_files import DELIMITERS, open_csv
 from .json_arrays import open_json
 from .packed import CODECS, is_packed, suffix_of, with_packed
 from .readers import Reader, Row, open_arrow, open_parquet
-from .splits import choose, group_by_split
+from .splits import choose, group_by_split, worded_split
 from .text_rows import open_lines
 
 if TYPE_CHECKING:
@@ -84,14 +85,20 @@ def bytes_below(path: Path) -> int:
     return sum(file.stat().st_size for file in ([path] if path.is_file() else _files_below(path)))
 
 
-def _files_below(folder: Path, above: frozenset[Path] = frozenset(), *, hidden: bool = False) -> Iterator[Path]:
-    """All files in ``folder`` and in the folders below it, also where these are links; ``above`` are those it lies in.
+def _files_below(
+    folder: Path, name: Path = Path(), above: Mapping[Path, Path] = MappingProxyType({}), *, hidden: bool = False
+) -> Iterator[Path]:
+    """All files in ``folder`` and in the folders below it, also where these are links.
 
-    A link to a folder that is read anyway, as it lies below one of them or is one, is passed over: its rows would come
-    twice. Raises DataError for what would be left out without a word: a link to nothing, and a folder that may not be
-    read, but for what no data lies in.
+    ``name`` is that of the folder in the first one, ``above`` are those it lies in, as they are without links, with
+    their names. A link to one of them is passed over, and so is one to what lies below them and is of the same split:
+    its rows would come twice. Raises DataError for what would be left out without a word: a link to nothing, and a
+    folder that may not be read, but for what no data lies in.
     """
-    above |= {folder.resolve()}
+    real = folder.resolve()
+    if real in above:
+        return
+    above = {**above, real: name}
     try:
         entries = list(folder.iterdir())
     except PermissionError as error:
@@ -101,16 +108,20 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset(), *, hidden: 
     for entry in entries:
         hides = hidden or _is_hidden(Path(entry.name))
         if entry.is_dir():
-            if not (entry.is_symlink() and _is_read_below(above, entry.resolve())):
-                yield from _files_below(entry, above, hidden=hides)
+            if not (entry.is_symlink() and _is_read_below(above, entry.resolve(), name / entry.name)):
+                yield from _files_below(entry, name / entry.name, above, hidden=hides)
         elif entry.is_file():
             yield entry
         elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not hides:
             raise DataError(f"{entry} is a link to {entry.readlink()}, which is not there: restore that, or remove it")
 
 
-def _is_read_below(tops: Collection[Path], folder: Path) -> bool:
-    return any(folder.is_relative_to(top) and not _is_hidden(folder.relative_to(top)) for top in tops)
+def _is_read_below(tops: Mapping[Path, Path], folder: Path, name: Path) -> bool:
+    """Whether ``folder``, to which the link called ``name`` leads, is read by a name of its own that says the same
+    split: where a link says another one, that is what it is there for."""
+    own = [tops[top] / folder.relative_to(top) for top in tops if folder.is_relative_to(top)]
+    split = worded_split(name.as_posix())
+    return any(not _is_hidden(other) and worded_split(other.as_posix()) == split for other in own)
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:

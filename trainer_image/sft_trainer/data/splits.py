@@ -38,7 +38,7 @@ def choose(split: str | None, names: Sequence[str]) -> list[Slice]:
 def group_by_split(names: Sequence[str]) -> Mapping[str, list[str]]:
     """File names (paths with ``/``) by the split that they belong to; files of no split beside others are left out."""
     shards = {name: match["split"] for name in names if (match := _SHARD_NAME.search(name))}
-    worded = {name: split for name in names if (split := _worded_split(name))}
+    worded = {name: split for name in names if (split := worded_split(name))}
     chosen = shards if len(shards) == len(names) else worded or dict.fromkeys(names, "train")
     splits: dict[str, list[str]] = {}
     for name, split in chosen.items():
@@ -46,6 +46,7 @@ def group_by_split(names: Sequence[str]) -> Mapping[str, list[str]]:
     return splits
 
 
-def _worded_split(name: str) -> str | None:
+def worded_split(name: str) -> str | None:
+    """The split that words in ``name`` say; None where there are none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((split for split, known in _SPLIT_WORDS.items() if any(word in words for word in known)), None)
