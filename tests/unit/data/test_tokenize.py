@@ -357,6 +357,15 @@ def test_shares_of_answers_are_of_all_that_are_trained(setting: Setting) -> None
     ]
 
 
+def test_all_answers_of_a_row_lack_the_tools_that_the_template_leaves_out(setting: Setting) -> None:
+    turns = row("q", "a")["messages"] * 10
+    rows = [{"messages": turns}] * 19 + [{"messages": turns, "tools": [{"name": "sky"}]}]
+
+    (warning,) = setting.tokenize(rows, family="phi3", train_on="allAssistantMessages").report.warnings()
+
+    assert warning.startswith("10 trained messages (5.0%) have text that the chat template leaves out")
+
+
 def test_length_statistics() -> None:
     statistics = LengthStatistics.of(np.array([4, 1, 3, 2, 10], np.int32))
     assert statistics == LengthStatistics(mean=4.0, min=1, quartile1=2, median=3, quartile3=4, max=10, total=20)

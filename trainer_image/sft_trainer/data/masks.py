@@ -39,8 +39,7 @@ class MarkedText:
     text: str
     spans: list[Span]
     incomplete: int = 0
-    """Trained messages of which the template leaves out text, such as reasoning that it does not know; one where it
-    leaves out the tools."""
+    """Trained messages of which the template leaves out text, such as reasoning that it does not know, or the tools."""
     context_answers: int = 0
     """Answers in it that are not trained because ``data.trainOn`` says so, and not their own flag."""
     empty: int = 0
@@ -75,11 +74,11 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
     _check_context(template, text, messages, conversation.tools)
+    lacks_tools = bool(conversation.tools) and not template.writes_tools
     return MarkedText(
         text,
         spans,
-        incomplete=sum(not _is_written(messages[i], trained) for i in selected)
-        or int(bool(conversation.tools) and not template.writes_tools),
+        incomplete=sum(lacks_tools or not _is_written(messages[i], trained) for i in selected),
         context_answers=sum(
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
             for i, message in enumerate(messages)
