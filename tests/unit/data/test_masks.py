@@ -170,8 +170,9 @@ def test_refused_with_the_reason(family: str, messages: Any, train_on: Any, reas
         mark(template_of(family), turns(*messages), train_on)
 
 
+@pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("arguments", [{"x": "ü"}, '{"x": "ü"}'])
-def test_calls_have_the_form_that_the_template_takes(arguments: Any) -> None:
+def test_calls_have_the_form_that_the_template_takes(arguments: Any, content: str | None) -> None:
     # given a template that takes arguments as text, and tells calls by a content that is none, as DeepSeek-V3's does
     source = (
         "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]"
@@ -179,7 +180,7 @@ def test_calls_have_the_form_that_the_template_takes(arguments: Any) -> None:
         "{{ call['type'] + ' ' + call['function']['name'] + ' ' + call['function']['arguments'] }}{% endfor %}<|end|>"
         "{% else %}{{ m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     )
-    given = turns(user("Sky?"), assistant(None, **call("sky", x="ü")), tool("blue"), assistant("Blue."))
+    given = turns(user("Sky?"), assistant(content, **call("sky", x="ü")), tool("blue"), assistant("Blue."))
     given.messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
     given = turns(*given.messages)
     marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, ALL)

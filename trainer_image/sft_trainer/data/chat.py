@@ -273,8 +273,9 @@ class ChatTemplate:
 
 
 def _call_written(message: Message, as_text: bool, with_none: bool) -> Message:
-    """``message``, which calls tools, with their arguments as text if asked for, and without a content or with None."""
-    written = {"content": None, **message} if with_none else message
+    """``message``, which calls tools, with their arguments as text if asked for, and without a content or with None (of
+    an empty one, too: many data sets write that beside calls)."""
+    written = {**message, "content": message.get("content") or None} if with_none else message
     if not as_text:
         return written
     return {**written, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
