@@ -262,6 +262,15 @@ def test_tools_that_the_template_leaves_out_are_counted() -> None:
     assert [found.incomplete for found in marked if found is not None] == [1, 0]
 
 
+def test_tools_that_are_written_beside_a_system_turn_alone_are_not_left_out_there() -> None:
+    source = "{% if messages[0].role == 'system' and tools %}{{ tools | tojson }}{% endif %}"
+    source += "{% for m in messages %}[{{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}]{% endfor %}"
+    template = ChatTemplate(source + "{% if add_generation_prompt %}[{% endif %}", {}, ("<|end|>",))
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+    marked = [mark(template, turns(*before, *TWO, tools=tools), LAST) for before in ((system("Be kind."),), ())]
+    assert [found.incomplete for found in marked if found is not None] == [0, 1]
+
+
 def test_an_answer_that_begins_the_conversation_may_be_left_untrained() -> None:
     marked = mark(template_of("chatml"), turns(assistant("I begin.", train=False), *TWO), ALL)
     assert marked is not None

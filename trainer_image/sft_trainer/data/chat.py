@@ -245,7 +245,8 @@ class ChatTemplate:
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether it says which tools there are; many templates know of none, and leave them out without a word."""
+        """Whether it says beside one question and one answer which tools there are; many templates know of none, and
+        leave them out without a word."""
         messages = [{"role": "user", "content": _PROBE_QUESTION}, {"role": "assistant", "content": _PROBE_ANSWER}]
         try:
             return self.render(messages) != self.render(messages, [_PROBE_TOOL])

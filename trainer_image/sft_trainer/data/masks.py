@@ -74,7 +74,7 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
     _check_context(template, text, messages, conversation.tools)
-    lacks_tools = bool(conversation.tools) and not template.writes_tools
+    lacks_tools = bool(conversation.tools) and not _writes_tools(template, text, messages)
     return MarkedText(
         text,
         spans,
@@ -136,6 +136,15 @@ def _changes(template: ChatTemplate, text: str, messages: list[Message], tools: 
     contents in another form."""
     try:
         return template.render([*messages[:turn], _altered(messages[turn]), *messages[turn + 1 :]], tools) != text
+    except TemplateRefusal:
+        return True
+
+
+def _writes_tools(template: ChatTemplate, text: str, messages: list[Message]) -> bool:
+    """Whether ``text``, the render of ``messages`` with tools, would be another one without. Few templates write them
+    beside some turns only."""
+    try:
+        return template.writes_tools or template.render(messages) != text
     except TemplateRefusal:
         return True
 
