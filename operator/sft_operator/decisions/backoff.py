@@ -84,10 +84,12 @@ def waits_to_end(observed: Observed, restarts: RestartsStatus, now: datetime) ->
     By ``restarts``, as the status has them, there is hurry, and the pod is counted, with what its annotations tell of
     losses before it: the Job controller forgets them.
     """
+    # Not looked for in the list for each: of the largest jobs thousands are lost at once.
+    counted = frozenset(restarts.counted)
     return [
         (pod, _wait_ended_patch(pod))
         for pod in _hurriable(observed, now)
-        if pod_key(pod) in restarts.counted and _is_in_time(pod, restarts)
+        if pod_key(pod) in counted and _is_in_time(pod, restarts)
     ]
 
 

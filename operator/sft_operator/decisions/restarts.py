@@ -33,7 +33,8 @@ KEPT_INCIDENT_KEYS = 250
 def count_restarts(previous: RestartsStatus, observed: Observed, *, reached: Reached, now: datetime) -> RestartsStatus:
     """The counts after what is observed now; ``reached`` is how far the run is known to have got."""
     incidents = _told(previous, observed)
-    new = [incident for incident in incidents if incident.id not in previous.counted]
+    before = frozenset(previous.counted)
+    new = [incident for incident in incidents if incident.id not in before]
     job = observed.job
     saved, began = reached.checkpoint_step, _began(job)
     restarts = count_incidents(previous, incidents, checkpoint_step=saved, in_words=with_advice, began=began)
@@ -83,7 +84,8 @@ def _told(previous: RestartsStatus, observed: Observed) -> list[Incident]:
     Last words are read until the loss of their pod is counted: what they tell of is then, too.
     """
     leaders = [pod for pod in (*observed.gone_pods, *observed.pods) if pod.index == 0]
-    ends = [pod.terminated for pod in leaders if pod.terminated and pod_key(pod) not in previous.counted]
+    counted = frozenset(previous.counted)
+    ends = [pod.terminated for pod in leaders if pod.terminated and pod_key(pod) not in counted]
     words = [incident for end in ends if (report := end.report) for incident in report.incidents]
     told = {incident.id: incident for incident in (observed.report.progress.incidents if observed.report else ())}
     for incident in words:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sft_api.failures import ExitCode
+from sft_api.failures import ExitCode, FailureClass
 from sft_api.restarts import Reached
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import HurriedLoss
@@ -16,6 +16,7 @@ from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions.backoff import remaining, seconds_to_next_word, waits, waits_to_end, with_hurry
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
+from sft_operator.decisions.restarts import count_restarts
 from sft_operator.decisions.result import EndWait
 from sft_operator.decisions.status import compute_status, is_transition, retried_status
 from sft_operator.names import TRACKING_FINALIZER
@@ -26,6 +27,7 @@ from tests.unit.operator.make import (
     NOW,
     at,
     disruption,
+    incident,
     job_manifest,
     make_child,
     make_job,
@@ -168,6 +170,21 @@ def test_a_wait_ends_for_a_pod_that_ran_longer_and_was_ended_from_outside(
         assert patch["metadata"] == {"uid": pod.uid, "$deleteFromPrimitiveList/finalizers": [TRACKING_FINALIZER]}
     assert found_in(running(pods=(make_pod(0), pod)), ()) == []
     assert found_in(running(job=make_child(suspend=True), pods=(pod,)), counted) == []
+
+
+def test_what_is_counted_is_not_searched_for_each_pod() -> None:
+    """Of thousands of pods that are lost at once, each look would hold up all jobs for a second."""
+
+    class Searched(list[str]):
+        def __contains__(self, key: object) -> bool:
+            pytest.fail("each key is compared with all of them")
+
+    counted = Searched(["pod/pod-1"])
+    restarts = HURRIED.model_copy(update={"counted": counted})
+    observed = running(pods=(lost(0), evicted()), report=report(training(5), incident(1, FailureClass.HANG)))
+
+    assert [pod.uid for pod, _ in waits_to_end(observed, restarts, at(0))] == ["pod-1"]
+    assert count_restarts(restarts, observed, reached=Reached(5, 4), now=at(0)).failures
 
 
 def test_a_wait_is_ended_once_and_what_is_refused_is_left() -> None:
