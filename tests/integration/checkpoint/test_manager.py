@@ -191,6 +191,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     assert equal(loaded, state(30))
 
 
+def test_what_was_found_damaged_takes_the_place_of_no_sound_one(store: Store) -> None:
+    # Given a run that went on from the one before its newest, whose bytes are damaged and have their size
+    first = started(store)
+    for step, loss in ((20, 0.5), (30, 0.1)):
+        save(first, step, metrics={"evalLoss": loss})
+    flip_a_bit(store, CheckpointId(1, 30))
+    second = started(store)
+    manifest = loaded_by(second)
+    assert manifest is not None
+    assert manifest.id == CheckpointId(1, 20)
+
+    # When it has saved the next one, then two that can be gone on from are kept, and the best of them
+    save(second, 25, keep=KeepPolicy(last=2))
+    assert folders(store) == ["step-00000025-a00002", "step-00000020-a00001"]
+    save(second, 28, keep=KeepPolicy(last=1, best=1), metrics={"evalLoss": 0.7})
+    assert folders(store) == ["step-00000028-a00002", "step-00000020-a00001"]
+    assert [entry.step for entry in second.status().kept] == [28, 20]
+
+
 def test_when_all_are_damaged_nothing_is_started_silently(store: Store) -> None:
     manager = started(store)
     for step in (10, 20):

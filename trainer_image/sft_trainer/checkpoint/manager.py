@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_api.checkpoints import CheckpointId, Manifest, RunState, checkpoint_id
 from sft_api.progress import Incident
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
@@ -449,8 +449,9 @@ class CheckpointManager:
         if not self._known:
             return
         newest = CheckpointId(self._known[0].attempt, self._known[0].step)
+        refused = {identity for entry in self.skipped if (identity := checkpoint_id(entry.folder))}
         try:
-            self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep))
+            self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep, refused))
         except AccessDeniedError as error:
             message, begin = nothing_removed(self.store.uri, error)
             self._on_warning(message, instead_of=begin)

@@ -4,7 +4,7 @@ import json
 import logging
 import socket
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -260,16 +260,24 @@ class Protocol:
         except Exception as error:  # no save ends for what cannot be removed now
             logger.warning("The files of a failed save were not removed, the next save or start does it: %s", error)
 
-    def prune(self, newest: CheckpointId, attempt: int, job_uid: str, keep: KeepPolicy) -> list[CheckpointStatus]:
+    def prune(
+        self,
+        newest: CheckpointId,
+        attempt: int,
+        job_uid: str,
+        keep: KeepPolicy,
+        refused: Collection[CheckpointId] = (),
+    ) -> list[CheckpointStatus]:
         """Remove checkpoints of the run that ``keep`` lets go, and unfinished folders older than ``newest``.
 
         Returns what stays, newest first. Raises AttemptSupersededError, before anything is removed, when a newer
         attempt than ``attempt``, this one, was claimed. Checkpoints that cannot be verified are neither counted nor
-        removed, nor are those newer than ``newest``, which this attempt has refused, and those of other numbers than
-        it has: before there were records, several runs could save in one place.
+        removed, nor are those newer than ``newest``, and those of other numbers than it has: before there were
+        records, several runs could save in one place. ``refused`` are those whose bytes this attempt has found damaged,
+        which their sizes do not tell: older than ``newest`` they go, and take no place of a sound one.
         """
         self._catalog.check_newest(attempt, job_uid)
-        pruning = self.pruning(keep, newest, lambda unfinished: unfinished < newest)
+        pruning = self.pruning(keep, newest, lambda unfinished: unfinished < newest, refused)
         for identity, files in pruning.going.items():
             if identity in self._verified and MANIFEST_NAME not in files:
                 self._without_manifest.append(Skipped(identity.folder, _MANIFEST_REMOVED))
@@ -277,12 +285,17 @@ class Protocol:
         return pruning.staying
 
     def pruning(
-        self, keep: KeepPolicy | None, newest: CheckpointId | None, is_over: Callable[[CheckpointId], bool]
+        self,
+        keep: KeepPolicy | None,
+        newest: CheckpointId | None,
+        is_over: Callable[[CheckpointId], bool],
+        refused: Collection[CheckpointId] = (),
     ) -> Pruning:
         """What ``prune`` would remove; nothing is removed, and nobody's claim is looked at.
 
         ``keep``: None lets no checkpoint go. ``newest`` says whose checkpoints are meant; None: those of the newest one
         that can be verified. ``is_over`` tells of a folder without a manifest whether nobody writes it any more.
+        ``refused`` are none that count, whatever their sizes say.
         """
         folders = self._catalog.folders()
         verified: dict[CheckpointId, CheckpointStatus] = {}
@@ -292,7 +305,7 @@ class Protocol:
                 newest = newest or identity
                 if identity <= newest and self._of_one_run(identity, newest):
                     verified[identity] = status
-        known = list(verified.values())
+        known = [status for identity, status in verified.items() if identity not in refused]
         staying = known if keep is None else kept_by(keep, known)
         stays = {CheckpointId(entry.attempt, entry.step) for entry in staying}
         going = {
