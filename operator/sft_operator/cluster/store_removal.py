@@ -54,6 +54,7 @@ CONCURRENCY = 2
 _STEP_EXPORTS = f"{EXPORT_FOLDER}/{STEP_EXPORTS}"
 _STEP_EXPORT = re.compile(re.escape(_STEP_EXPORTS) + r"\d{8,}/(additional_chat_templates/)?[^/]+")
 """A file of an export of ``export.everySteps``; the folder in it is transformers', of tokenizers with several."""
+_EXPORTS_ON_THE_WAY = (_STEP_EXPORTS, _STEP_EXPORT)
 _HOST = "the operator, which removes this place"
 _WATCHED = "watched"
 """At the end of the id of our claim: somebody may have written when it was made."""
@@ -275,7 +276,7 @@ class _Place:
             while keys := self._page(prefix, Delimiter="/"):
                 yield keys
         # What has other names there is nobody's here, nor are folders in these.
-        for prefix, ours in ((TOKENIZED_PREFIX, TOKENIZED_KEY), (_STEP_EXPORTS, _STEP_EXPORT)):
+        for prefix, ours in ((TOKENIZED_PREFIX, TOKENIZED_KEY), _EXPORTS_ON_THE_WAY):
             after = ""
             while page := self._page(prefix, StartAfter=f"{self._root}{after}"):
                 after = page[-1]
@@ -344,10 +345,12 @@ class _Place:
         from botocore.exceptions import ClientError
 
         try:
-            for key, upload in [*self._uploads(CHECKPOINTS_PREFIX), *self._uploads(TOKENIZED_PREFIX)]:
-                if key.startswith(CHECKPOINTS_PREFIX) or TOKENIZED_KEY.fullmatch(key):
-                    whole = f"{self._root}{key}"
-                    self._client.abort_multipart_upload(Bucket=self._bucket, Key=whole, UploadId=upload)
+            # Of exports on the way too: they are made by a process that is killed where the run ends.
+            for prefix, ours in ((CHECKPOINTS_PREFIX, None), (TOKENIZED_PREFIX, TOKENIZED_KEY), _EXPORTS_ON_THE_WAY):
+                for key, upload in self._uploads(prefix):
+                    if ours is None or ours.fullmatch(key):
+                        whole = f"{self._root}{key}"
+                        self._client.abort_multipart_upload(Bucket=self._bucket, Key=whole, UploadId=upload)
         except ClientError as error:
             logger.info("%s: unfinished uploads were not dropped: %s", self._wanted.uri, error)
 

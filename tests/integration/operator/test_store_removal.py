@@ -92,6 +92,7 @@ def test_all_goes_but_the_export_and_what_is_not_the_run_s(s3: Any, remover: Rem
     put_files(s3, f"{URI}/team/{place}", {"checkpoints/step-00000010-a00001/deeper/file": b"of the run"})
     put_files(s3, f"{URI}/team/{place}", {f"tokenized/{'a' * 64}.{end}": b"of the run" for end in ("arrow", "json")})
     begun = {f"sft/team/{place}/tokenized/{'a' * 64}.arrow", f"sft/team/{place}/tokenized/train.jsonl"}
+    begun.add(f"sft/team/{place}/export/step-00000020/model-00001-of-00002.safetensors")
     for key in begun:
         s3.create_multipart_upload(Bucket=BUCKET, Key=key)
     step = ("config.json", "additional_chat_templates/tool_use.jinja")
