@@ -204,6 +204,11 @@ class Saving:
         return self._manager.status()
 
     @property
+    def refused(self) -> set[CheckpointId]:
+        """Checkpoints from which the run could not go on; the first process knows all of them."""
+        return self._manager.refused
+
+    @property
     def incidents(self) -> tuple[Incident, ...]:
         """How earlier attempts ended, as the claim of this one carries it; the first process knows."""
         return self._manager.incidents

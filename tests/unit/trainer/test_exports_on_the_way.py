@@ -77,7 +77,10 @@ def away() -> None:
 class Run:
     """A run of one process that saves every step, keeps the ``last``, and exports every second one."""
 
-    def __init__(self, folder: Path, process: Exporting, *, last: int = 1, free: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, process: Exporting, *, last: int = 1, free: int | None = None, goes_on: bool = False
+    ) -> None:
+        """``goes_on``: from what is there, before anything is exported."""
         sections = {
             "checkpoint": {"everySteps": 1, "keep": {"last": last}, "async": False},
             "export": {"atEnd": True, "everySteps": 2},
@@ -107,6 +110,8 @@ class Run:
             available_memory=lambda: free,
         )
         self.saving.claim_attempt()
+        if goes_on:
+            self.resume()
         self.exports.on_start(Started(0, 99), self.control)
 
     def save(self, *steps: int) -> None:
@@ -403,6 +408,27 @@ def test_what_was_refused_takes_nobodys_place(tmp_path: Path, process: Exporting
     assert again.resume() == CheckpointId(1, 1)
     again.exports.finish()
     assert CheckpointId(1, 1).folder in again.folders()
+    again.end()
+
+
+def test_of_a_checkpoint_that_was_refused_the_one_of_its_step_that_follows_is_exported(
+    tmp_path: Path, process: Exporting
+) -> None:
+    # Given one that was not exported before the run was killed, and whose bytes are damaged
+    process.gate.clear()
+    run = Run(tmp_path, process, last=2)
+    run.save(3, 4)
+    run.end(RuntimeError("killed"))
+    (damaged,) = (tmp_path / "store" / "checkpoints" / "step-00000004-a00001").glob("*.bin")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+
+    # When the run goes on from the one before it, then nobody tries, and tells that a step is given up which is made
+    again = Run(tmp_path, later := Exporting(tmp_path), last=2, goes_on=True)
+    wait_until(lambda: not again.exports._looks)
+    again.save(4)
+    again.exports.finish()
+    assert (later.asked, again.told()) == ([4], [4])
+    assert not [text for text in again.warnings() if text.startswith("not exported")]
     again.end()
 
 

@@ -153,6 +153,11 @@ class CheckpointManager:
         self.attempt = self._group.on_leader(claim)
         return self.attempt
 
+    @property
+    def refused(self) -> set[CheckpointId]:
+        """``skipped``, by their names."""
+        return {identity for entry in self.skipped if (identity := checkpoint_id(entry.folder))}
+
     def on_leader(self, compute: Callable[[], T]) -> T:
         """The result of ``compute``, which one process does while the others wait; its error is raised on all."""
         return self._group.on_leader(compute)
@@ -449,9 +454,8 @@ class CheckpointManager:
         if not self._known:
             return
         newest = CheckpointId(self._known[0].attempt, self._known[0].step)
-        refused = {identity for entry in self.skipped if (identity := checkpoint_id(entry.folder))}
         try:
-            self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep, refused))
+            self._known = tuple(self._protocol.prune(newest, self.attempt, self._job_uid, keep, self.refused))
         except AccessDeniedError as error:
             message, begin = nothing_removed(self.store.uri, error)
             self._on_warning(message, instead_of=begin)

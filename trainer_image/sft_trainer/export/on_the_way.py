@@ -294,7 +294,9 @@ class ExportsOnTheWay(Listener):
         whole = (step for step, found in names.items() if found & last and EXPORT_MARK not in found)
         if ours := [*islice(filter(self._is_ours, sorted(whole, reverse=True)), MOST_EXPORTS)]:
             self._tell(*ours)
-        self._take(each.id for each in Catalog(self._store).candidates() if isinstance(each, Manifest))
+        usable = (each.id for each in Catalog(self._store).candidates() if isinstance(each, Manifest))
+        # The steps of those that this run has refused it makes once more: that they are given up is told for good.
+        self._take(each for each in usable if each not in self._saving.refused)
 
     def _is_ours(self, step: int) -> bool:
         found = read_export(open_store(step_export(self._uri, step), self._s3))
