@@ -14,6 +14,7 @@ from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.errors import ConfigError
 from sft_trainer.export.at_end import AtEnd
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.reporting import Reporter
@@ -34,7 +35,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def at_end(folder: Path, model: Path) -> tuple[AtEnd, Reporter]:
+def at_end(folder: Path, model: Path, *, best: bool = False) -> tuple[AtEnd, Reporter]:
     prepared: Any = SimpleNamespace(
         model_uri="file:///model",
         model=build_on_meta(model),
@@ -44,6 +45,9 @@ def at_end(folder: Path, model: Path) -> tuple[AtEnd, Reporter]:
     )
     reporter = Reporter(folder, writes=True)
     config = resolve(manifest(folder, folder / "store"))
+    if best:
+        wanted = config.spec.export.model_copy(update={"checkpoint": "best"})
+        config = config.model_copy(update={"spec": config.spec.model_copy(update={"export": wanted})})
     return AtEnd(config, prepared, LocalStore(folder / "store"), reporter, ALONE), reporter
 
 
@@ -89,6 +93,25 @@ def test_it_is_the_checkpoint_of_this_step_that_is_exported_and_no_other(tmp_pat
     with pytest.raises(CheckpointCorruptError, match="its manifest is gone"):
         export.run(CheckpointId(attempt=3, step=6), "file:///y", LocalStore(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+def test_a_best_checkpoint_whose_bytes_are_damaged_is_no_reason_to_try_again(tmp_path: Path, model: Path) -> None:
+    # Given a best checkpoint of which a bit has changed, beside the last one, which is whole
+    store = LocalStore(tmp_path / "store")
+    best, last = (save(weights(model), store, step, metrics={"evalLoss": loss}) for step, loss in ((5, 1.0), (6, 2.0)))
+    (key,) = (entry.key for entry in store.list(best.id.prefix) if entry.key.endswith(".bin"))
+    raw = bytearray(store.read(key))
+    raw[0] ^= 1
+    store.put(key, bytes(raw))
+
+    # Then the run ends with what to do: its next start would go on from the last one, and end in the same way
+    export, _ = at_end(tmp_path, model, best=True)
+    with pytest.raises(ConfigError, match=r"step-00000005-a00001 is damaged.*export\.checkpoint: last"):
+        export.run(last.id, "file:///x", LocalStore(tmp_path / "out"))
+
+    # But where it is the last one it is tried again, since who goes on from the one before makes that step anew
+    with pytest.raises(CheckpointCorruptError, match="step-00000005-a00001 is damaged"):
+        export.run(best.id, "file:///x", LocalStore(tmp_path / "out"))
 
 
 def test_a_run_knows_which_checkpoint_its_step_has(tmp_path: Path, model: Path) -> None:

@@ -11,6 +11,7 @@ from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
@@ -51,7 +52,8 @@ class AtEnd:
     def run(self, last: CheckpointId, uri: str, target: Store) -> int:
         """Export the checkpoint ``last``, or the best one where that is asked for, to ``target``, which is at ``uri``.
 
-        Returns its step. Errors are those of ``export_checkpoint``.
+        Returns its step. Errors are those of ``export_checkpoint``; ``ConfigError`` where the bytes of the best one are
+        damaged: whoever starts the run again goes on from the last one, and meets them again.
         """
         self._uri = uri
         group = CheckpointGroup(self._topology, _TIMEOUT, self._note_wait)
@@ -73,7 +75,15 @@ class AtEnd:
             base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
             adapters=Adapters.of(self._config, self._prepared.model_uri),
         )
-        export_checkpoint(exported, target, group, on_bytes=self._count)
+        try:
+            export_checkpoint(exported, target, group, on_bytes=self._count)
+        except CheckpointCorruptError as error:
+            if found.id == last:
+                raise
+            raise ConfigError(
+                f"the run has made its steps, and its best checkpoint cannot be exported: {error}; restore it, or have "
+                f"the last one exported, of step {last.step} (export.checkpoint: last, which changes no number)"
+            ) from error
         return found.step
 
     def _chosen(self, last: CheckpointId) -> Manifest | Skipped:
