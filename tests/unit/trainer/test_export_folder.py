@@ -263,6 +263,20 @@ def test_remains_of_an_export_that_was_killed_are_dropped(tmp_path: Path, source
     assert (tmp_path / "out" / "jobs" / "a").is_dir()
 
 
+def test_what_others_write_in_a_folder_beside_the_export_stays(tmp_path: Path, source: Path, steps: Any) -> None:
+    # Given another run that saves below the place of the export, in a folder that is called after its model
+    store, (_, manifest) = steps
+    theirs = LocalStore(tmp_path / "out" / "model-0.5b")
+    with theirs.open_write("checkpoints/step-00000002-a00001/r00000-0-abc.bin") as stream:
+        stream.write(b"half")
+
+        # When the export begins meanwhile
+        export(exported(store, manifest, source), LocalStore(tmp_path / "out"), file_bytes=SMALL)
+
+    # Then what is written there arrives
+    assert theirs.read("checkpoints/step-00000002-a00001/r00000-0-abc.bin") == b"half"
+
+
 def test_an_export_tells_its_bytes(tmp_path: Path, source: Path, steps: Any) -> None:
     store, (_, manifest) = steps
     told: list[int] = []

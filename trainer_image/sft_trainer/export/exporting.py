@@ -142,7 +142,8 @@ def _begin(
 def _drop_earlier_uploads(target: Store, shape: Shape) -> None:
     """Drop files that an export of this run began and did not finish, in either form: nobody else ever would."""
     try:
-        weights = (SINGLE, "model-0", *((EXPORT_ADAPTER,) if shape.either else ()))
+        # Of up to a thousand files. What is called model-0.5b is a folder of others, in which somebody may be writing.
+        weights = (SINGLE, "model-00", *((EXPORT_ADAPTER,) if shape.either else ()))
         for prefix in (*weights, EXPORT_MARK, EXPORT_RECORD, *shape.configs):
             target.abort_incomplete_uploads(prefix)
     except (AccessDeniedError, ConfigError) as error:
