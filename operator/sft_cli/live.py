@@ -13,7 +13,6 @@ from typing import Any, Protocol, TextIO
 
 import click
 from rich.cells import cell_len
-from rich.console import Console
 
 from sft_api.progress import Incident, Phase, Progress
 from sft_api.report import duration
@@ -31,6 +30,8 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 _BEFORE_ANY_REPORT = "Starting: the supervisor"
 _GOES_ON = (Phase.TRAINING, Phase.EVALUATING)
 """What an outage of the store does not hold up."""
+_CANNOT_OVERWRITE = ("dumb", "unknown")
+"""Terminals, as TERM names them."""
 _IMPORTS = "importing torch and transformers"
 
 
@@ -223,7 +224,7 @@ class PlainDisplay:
 
 def open_display(*, live: bool) -> Display:
     """On standard error: a line that changes when ``live`` and it is a terminal that can."""
-    console = Console(stderr=True)
-    if live and console.is_terminal and not console.is_dumb_terminal:
+    # FORCE_COLOR asks for colours where there is no terminal, as CI does, whose logs would keep each look of the line.
+    if live and sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in _CANNOT_OVERWRITE:
         return TerminalDisplay(sys.stderr)
     return PlainDisplay()
