@@ -19,7 +19,7 @@ from sft_trainer.fetch import localise
 
 from .console import coloured, result, say
 from .errors import UserError
-from .local import out_of_reach
+from .local import data_out_of_reach
 from .words import counted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def sources_of(job: SFTJob, *, evaluation: bool) -> Sequence[DataSource]:
     sources: Sequence[DataSource] = job.spec.data.eval if evaluation else job.spec.data.train
     if not sources:
         raise UserError("spec.data.eval is empty: there are no evaluation sets to show")
-    if problems := out_of_reach(job.spec, os.environ):
+    if problems := data_out_of_reach(job.spec, os.environ, evaluation=evaluation):
         raise UserError(*problems)
     return sources
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -122,7 +122,19 @@ def local_devices(config: TrainerConfig) -> Devices:
 
 def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
     """What model, data and stores of ``spec`` would need a cluster, another path or a login for; a sentence each."""
-    return [*_claims(spec), *_missing_files(spec), *missing_logins(spec, environment)]
+    return [*_claims(_uris(spec)), *_missing_files(_uris(spec)), *missing_logins(spec, environment)]
+
+
+def data_out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str], *, evaluation: bool) -> list[str]:
+    """``out_of_reach``, of what reading the training sets alone needs, or the evaluation sets: these and the tokenizer.
+
+    The job may save in a claim of its cluster, or in a bucket that this shell has no key for.
+    """
+    tokenizer = "spec.model.tokenizerUri" if spec.model.tokenizer_uri else "spec.model.uri"
+    sets = f"spec.data.{'eval' if evaluation else 'train'}["
+    read = [(path, uri) for path, uri in _uris(spec) if path == tokenizer or path.startswith(sets)]
+    logins = missing_logins(spec, environment, [uri for _, uri in read])
+    return [*_claims(read), *_missing_files(read), *logins]
 
 
 def local_uid(checkpoint_uri: str, folder: Path) -> str:
@@ -163,14 +175,14 @@ def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
         yield "spec.export.uri", spec.export.uri
 
 
-def _claims(spec: SFTJobSpec) -> Iterator[str]:
-    for path, uri in _uris(spec):
+def _claims(uris: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for path, uri in uris:
         if uri.startswith("pvc://"):
             yield f"{path}: {uri} is a volume of a cluster, which this machine has not: use file:///absolute/path"
 
 
-def _missing_files(spec: SFTJobSpec) -> Iterator[str]:
-    for path, uri in _uris(spec):
+def _missing_files(uris: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for path, uri in uris:
         written = path in ("spec.checkpoint.uri", "spec.export.uri")
         if written or not uri.startswith(FILE_SCHEME):
             continue
@@ -259,22 +271,28 @@ _AWS_LOGINS = (
 """Variables that say where credentials of AWS come from."""
 
 
-def missing_logins(spec: SFTJobSpec, environment: Mapping[str, str]) -> Iterator[str]:
-    """What is missing in place of Secrets, a sentence each.
+def missing_logins(
+    spec: SFTJobSpec, environment: Mapping[str, str], uris: Sequence[str] | None = None
+) -> Iterator[str]:
+    """What is missing in place of Secrets, a sentence each; of those alone that reading ``uris`` asks for, if given.
 
     A Secret is out of reach without a cluster: the shell must hold what the pods would get from it.
     """
+
+    def asked(scheme: str) -> bool:
+        return uris is None or any(uri.startswith(scheme) for uri in uris)
+
     home = Path(environment.get("HOME") or "/")
     hub_home = Path(environment.get("HF_HOME") or home / ".cache" / "huggingface")
     hub_token = environment.get("HF_TOKEN") or environment.get("HF_TOKEN_PATH") or (hub_home / "token").is_file()
-    if spec.model.token_secret_ref and not hub_token:
+    if spec.model.token_secret_ref and asked("hf://") and not hub_token:
         yield (
             f"spec.model.tokenSecretRef: there is no cluster to read Secret {spec.model.token_secret_ref.name} from: "
             "set HF_TOKEN in this shell, or log in with hf auth login"
         )
     aws_files = any((home / ".aws" / name).is_file() for name in ("credentials", "config"))
     aws_login = aws_files or any(environment.get(name) for name in _AWS_LOGINS)
-    if spec.checkpoint.s3.credentials_secret_ref and not aws_login:
+    if spec.checkpoint.s3.credentials_secret_ref and asked("s3://") and not aws_login:
         yield (
             "spec.checkpoint.s3.credentialsSecretRef: there is no cluster to read Secret "
             f"{spec.checkpoint.s3.credentials_secret_ref} from: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and "

@@ -7,7 +7,7 @@ import pytest
 
 from sft_api.v1alpha1.job import SFTJob
 from sft_cli.errors import UserError
-from sft_cli.local import LocalRun, prepare, with_gpu_memory, with_launcher
+from sft_cli.local import LocalRun, data_out_of_reach, prepare, with_gpu_memory, with_launcher
 
 from .jobs import job
 
@@ -220,6 +220,25 @@ def test_files_that_are_not_there_are_refused_before_anything_starts(tmp_path: P
         f"spec.data.eval[0].uri: there is no {tmp_path}/eval.jsonl on this machine: correct the path, or put the "
         "files there",
     )
+
+
+def test_of_what_showing_rows_does_not_touch_nothing_is_asked() -> None:
+    """A job saves in a claim of its cluster, or with a key that only its pods have: its rows are shown anywhere."""
+    spec = job(
+        model={"uri": "pvc://models/llama", "tokenizerUri": "hf://org/tokenizer", "tokenSecretRef": {"name": "hub"}},
+        data={"train": [{"uri": "hf://org/data"}], "eval": [{"name": "e", "uri": "pvc://rows/eval.jsonl"}]},
+        checkpoint={"uri": "pvc://runs/x", "s3": {"credentialsSecretRef": "bucket"}},
+    ).spec
+
+    assert data_out_of_reach(spec, {"HF_TOKEN": "t"}, evaluation=False) == []
+    [login] = data_out_of_reach(spec, {}, evaluation=False)
+    assert login.startswith("spec.model.tokenSecretRef: ")
+    [claim] = data_out_of_reach(spec, {"HF_TOKEN": "t"}, evaluation=True)
+    assert claim.startswith("spec.data.eval[0].uri: pvc://rows/eval.jsonl is a volume of a cluster")
+
+    stored = job(data={"train": [{"uri": "s3://rows/a.jsonl"}]}, checkpoint={"s3": {"credentialsSecretRef": "b"}}).spec
+    [login] = data_out_of_reach(stored, {}, evaluation=False)
+    assert login.startswith("spec.checkpoint.s3.credentialsSecretRef: ")
 
 
 def test_of_what_a_dummy_run_does_not_touch_nothing_is_asked(tmp_path: Path) -> None:
