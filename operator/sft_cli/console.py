@@ -4,11 +4,32 @@ import os
 import re
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 import click
 
 _CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def open_streams() -> None:
+    """Make standard streams ones that take all that is written: before anything else of a program is done.
+
+    One that is closed, as some services start programs, leads nowhere; else the first file that is opened would take
+    its number, and what is said would be an error, or stand there. A character that the locale does not have (⟦, or
+    what stands for a byte of a file's name) is written as an escape.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free, which is this one
+            os.set_inheritable(descriptor, True)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def harmless(text: str, stream: TextIO) -> str:

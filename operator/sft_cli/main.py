@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .console import say
+from .console import open_streams, say
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -385,6 +385,7 @@ def retry(name: str, namespace: str | None, context: str | None, take_over: bool
 def main() -> None:
     """Entry point of ``sft`` and ``kubectl-sft``."""
     gc.disable()  # Most commands end before garbage matters, and building the API's models collects it often.
+    open_streams()
     program = "kubectl sft" if Path(sys.argv[0]).name.startswith("kubectl") else "sft"
     cli.main(prog_name=program)
 

@@ -1,6 +1,7 @@
 """The commands that start nothing: help, validate, plan, and how errors look."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,28 @@ def test_a_reader_that_has_seen_enough_is_no_error(good: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "closed"), [("validate", ">&-"), ("plan", "2>&-"), ("validate", "<&- >&- 2>&-"), ("plan", ">&- 2>&-")]
+)
+def test_streams_that_are_closed_are_no_error(command: str, closed: str, bad: Path) -> None:
+    """As some services start programs: what is said there is lost, and the exit code is still that of the command."""
+    script = f'"$0" -m sft_cli.main {command} "$1" {closed}'
+
+    done = subprocess.run(["sh", "-c", script, sys.executable, bad], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (10, "")
+
+
+def test_a_locale_without_our_characters_is_no_error() -> None:
+    command = [sys.executable, "-m", "sft_cli.main", "data", "--help"]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "between \\u27e6 and \\u27e7" in " ".join(done.stdout.split())
 
 
 def test_valid_manifests_are_said_to_be_valid(good: Path) -> None:
