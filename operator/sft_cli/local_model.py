@@ -14,6 +14,8 @@ from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
 from sft_api.v1alpha1.status import PlanStatus
 
+from .hub_folders import hub_cache
+
 _FILE, _HUB = "file://", "hf://"
 
 
@@ -108,8 +110,7 @@ def _config(uri: str) -> Path | None:
     if not uri.startswith(_HUB):
         return None
     name, _, revision = uri.removeprefix(_HUB).partition("@")
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cached = home / "hub" / f"models--{name.replace('/', '--')}"
+    cached = hub_cache(os.environ) / f"models--{name.replace('/', '--')}"
     try:
         commit = (cached / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -330,6 +330,25 @@ def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environment", "token"),
+    [
+        ({"HOME": "{}"}, ".cache/huggingface/token"),
+        ({"HOME": "{}", "XDG_CACHE_HOME": "{}/cache"}, "cache/huggingface/token"),
+        ({"HOME": "{}", "HF_HOME": "~/hub"}, "hub/token"),
+        ({"HUGGING_FACE_HUB_TOKEN": "t"}, "nothing"),
+    ],
+)
+def test_the_login_of_the_hub_is_where_its_library_keeps_it(
+    tmp_path: Path, environment: dict[str, str], token: str
+) -> None:
+    (tmp_path / token).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / token).write_text("t")
+    here = {name: value.format(tmp_path) for name, value in environment.items()}
+
+    prepared(job(**SECRETS), environment={"AWS_ACCESS_KEY_ID": "i", "KEY": "k", **here})
+
+
+@pytest.mark.parametrize(
     "variable",
     [
         "AWS_SHARED_CREDENTIALS_FILE",

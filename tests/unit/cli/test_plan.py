@@ -385,6 +385,7 @@ def test_memory_is_reckoned_by_the_config_of_a_model_on_this_machine(
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert show_plan(job(model={"uri": "hf://org/own"}, compute=ON_ONE_GPU), "text") == 10
     assert show_plan(job(model={"uri": "hf://org/other"}, compute=ON_ONE_GPU), "text") == 0
