@@ -63,6 +63,11 @@ def _kubectl(*arguments: str) -> str:
         done = subprocess.run(["kubectl", *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise UserError("kubectl is not installed here: sft retry uses it to reach the cluster") from error
+    except OSError as error:
+        raise UserError(
+            f"kubectl cannot be started here ({error.strerror}): sft retry uses it to reach the cluster; see which "
+            "kubectl the PATH names first, whether it may be executed, and whether it is one of this machine's kind"
+        ) from error
     if done.returncode != 0:
         said = [line for line in done.stderr.strip().splitlines() if not _LOGGED.match(line)]
         raise UserError(*(said or [f"kubectl {arguments[0]} ended with {done.returncode}"]))

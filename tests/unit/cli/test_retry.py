@@ -68,3 +68,17 @@ def test_a_cluster_that_is_away_is_said_in_one_line(tmp_path: Path, monkeypatch:
         retry("tulu", None, None, take_over=False)
 
     assert refused.value.problems == ("It was refused",)
+
+
+@pytest.mark.parametrize(("mode", "text", "reason"), [(0o644, "x", "Permission denied"), (0o755, "x", "format")])
+def test_a_kubectl_that_cannot_be_started_is_said(
+    mode: int, text: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was downloaded and not made executable, or for another kind of machine."""
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(text)
+    kubectl.chmod(mode)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(UserError, match=f"kubectl cannot be started here .*{reason}"):
+        retry("tulu", None, None, take_over=False)
