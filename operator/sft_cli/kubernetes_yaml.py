@@ -24,6 +24,8 @@ _WORDS: dict[str, bool | float | None] = {
 _INTEGER = re.compile(r"([-+]?)(?:0[xX]([0-9a-fA-F]+)|0[bB]([01]+)|0[oO]?([0-7]+)|(0|[1-9][0-9]*))", re.ASCII)
 _BASES = (16, 2, 8, 10)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
+_MOST_DIGITS = 1000
+"""Of numbers that are read as whole ones."""
 _LARGEST_WRITTEN_OUT = 1e21
 """Go's JSON writes whole floats below this without a point or exponent: they come back as integers."""
 
@@ -41,9 +43,16 @@ def read_documents(text: str) -> list[Any]:
 
     Raises ``YamlError``.
     """
+    try:
+        return _documents(text)
+    except RecursionError as error:
+        raise YamlError("lists or maps stand in one another too deeply") from error
+
+
+def _documents(text: str) -> list[Any]:
     if text.lstrip().startswith("{"):
         try:
-            return [json.loads(text, object_pairs_hook=_object, parse_float=lambda number: _as_json(float(number)))]
+            return [json.loads(text, object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)]
         except json.JSONDecodeError:
             pass  # YAML in flow style looks like JSON at its start
     try:
@@ -66,12 +75,19 @@ def plain_scalar(text: str) -> bool | int | float | str | None:
     if match := _INTEGER.fullmatch(digits):
         sign, *groups = match.groups()
         base, magnitude = next((base, group) for base, group in zip(_BASES, groups, strict=True) if group)
-        value = int(sign + magnitude, base)
+        # Longer ones are floats to go-yaml, and Python refuses to read them.
+        value = int(sign + magnitude, base) if len(magnitude) < _MOST_DIGITS else 2**64
         if -(2**63) <= value < 2**64:
             return value
     if _FLOAT.fullmatch(digits) and math.isfinite(number := float(digits)):
         return number
     return text
+
+
+def _json_number(text: str) -> int | float:
+    """A number of JSON; whole ones of more digits than Python reads are no more exact than floats are."""
+    is_whole = text.lstrip("-").isdecimal() and len(text) < _MOST_DIGITS
+    return int(text) if is_whole else _as_json(float(text))
 
 
 def _as_json(number: float) -> int | float:

@@ -100,6 +100,13 @@ def test_json_is_read_too() -> None:
     assert read_documents("{a: 1, b: yes}") == [{"a": 1, "b": True}]
 
 
+def test_numbers_of_very_many_digits_are_read_as_anything_else_that_is_no_whole_number() -> None:
+    digits = "1" * 5000
+
+    assert read_documents(f"a: {digits}") == [{"a": digits}]
+    assert read_documents(f'{{"a": {digits}, "b": -{digits}}}') == [{"a": math.inf, "b": -math.inf}]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -117,6 +124,8 @@ def test_json_is_read_too() -> None:
         ("a: {<<: [{b: 1}, c]}", "line 1: << needs a map, or a list of maps"),
         ("a: !mine b", "line 1: the tag !mine has no meaning here"),
         ("a: !!int x", "line 1: cannot read 'x' as !!int"),
+        ("a: " + "[" * 2000, "too deeply"),
+        ('{"a": ' + "[" * 200_000, "too deeply"),
         ("a: \x00", "special characters are not allowed"),
     ],
 )
