@@ -284,7 +284,7 @@ def _set_aside(run: LocalRun) -> None:
         raise UserError(
             f"--fresh cannot set {run.config.checkpoint_uri} aside: name another place in spec.checkpoint.uri"
         )
-    if run.store.exists() and any(entry.name != _LOCK for entry in run.store.iterdir()):
+    if run.store.is_dir() and any(entry.name != _LOCK for entry in run.store.iterdir()):
         aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
         try:
             run.store.rename(aside)

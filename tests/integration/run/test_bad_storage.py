@@ -40,6 +40,16 @@ def unreachable(make_place: Callable[[str], Place]) -> Iterator[tuple[Place, sub
         process.kill()
 
 
+def test_a_file_in_the_way_of_the_checkpoints_is_not_set_aside(place: Place) -> None:
+    file = place.folder / "file"
+    file.write_text("somebody's")
+
+    ended = place.run(place.job(checkpoint={"uri": f"file://{file}"}), "--fresh")
+
+    assert_refused(ended, 14, "StorageNotFound", r"file")
+    assert file.read_text() == "somebody's"
+
+
 @pytest.mark.usefixtures("unreachable")
 @pytest.mark.parametrize("what", ["checkpoint", "export"])
 def test_a_bucket_that_is_not_there(place: Place, server: ObjectStore, what: str) -> None:
