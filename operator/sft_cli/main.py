@@ -25,7 +25,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 MANIFEST = click.Path(exists=True, allow_dash=True, path_type=Path)
 _DEBUG = "sft_cli.debug"
 _INTERNAL_ERROR = 1
-_TO_READ_CHECKPOINTS = ("numpy", "boto3")
+_TO_READ_CHECKPOINTS = ("numpy", "boto3", "blake3")
 """Of what the trainer needs; not torch, whose import takes longer than most of these commands."""
 
 

@@ -286,6 +286,32 @@ def test_short_commands_import_nothing_heavy(good: Path) -> None:
     assert "tokens a step" in done.stdout
 
 
+OTHERS_OF_THE_TRAINER = """
+    torch transformers tokenizers huggingface_hub datasets pyarrow safetensors jinja2 prometheus_client awscrt certifi
+    psutil tensorboardX pygal pynvml ray
+"""
+
+
+def test_checkpoints_need_no_other_packages_than_they_ask_for(tmp_path: Path) -> None:
+    """Where one of these is missing the command says what to install; where another is, it would be our error."""
+    program = (
+        "import sys; sys.modules.update(dict.fromkeys(sys.argv[2].split()))\n"
+        "from sft_cli.main import cli\ncli.main(['checkpoints', 'list', sys.argv[1]])"
+    )
+
+    def listed(missing: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, str(tmp_path), missing]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    without_others = listed(OTHERS_OF_THE_TRAINER)
+    assert (without_others.returncode, without_others.stderr) == (0, "")
+    assert "There is no checkpoint" in without_others.stdout
+
+    without_digests = listed("blake3")
+    assert without_digests.returncode == 10
+    assert "the trainer is not installed here: pip install" in without_digests.stderr
+
+
 def two_jobs() -> str:
     first, second = manifest(), manifest()
     second["metadata"] = {"name": "second"}
