@@ -14,6 +14,7 @@ from sft_trainer.data.steps import plan_steps
 from sft_trainer.data.tokenize import tokenize_source
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.errors import TrainingError
+from sft_trainer.fetch import disk_error
 
 from .console import result, say
 from .data import read_tokenizer, sources_of
@@ -41,6 +42,9 @@ def show_all_data(job: SFTJob, *, evaluation: bool) -> None:
         found = [_show_source(source, job.spec, tokenizer) for source in sources]
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
+    except OSError as error:  # of the cache: rows that cannot be read are a DataError
+        disk = disk_error(error, cache_directory())
+        raise UserError(str(disk), exit_code=exit_code(disk.failure)) from error
     if not evaluation:
         for line in steps_in_words(job.spec, make_plan(job.spec), found):
             result(line, bold=True)

@@ -1,6 +1,8 @@
 """`sft data` and `sft run` with the real trainer, a real (tiny) model and real data, on the CPU."""
 
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -46,6 +48,25 @@ def job(tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 def data(job: Path, *options: str) -> Result:
     return CliRunner().invoke(cli, ["data", str(job), *options])
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [(errno.EROFS, 13, "set SFT_CACHE_DIR"), (errno.ENOSPC, 15, "free space")],
+)
+def test_a_cache_that_cannot_be_written_is_said(
+    job: Path, number: int, code: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "x")
+
+    monkeypatch.setattr("sft_trainer.data.tokenize._write_examples", refuse)
+
+    shown = data(job, "--all")
+
+    assert shown.exit_code == code
+    assert told in shown.stderr
+    assert "unexpectedly" not in shown.stderr
 
 
 def test_what_is_left_out_of_a_folder_is_told(tiny_inputs: Any, job: Path, tmp_path: Path) -> None:
