@@ -102,7 +102,7 @@ def _load(path: Path, name: str | None, overrides: "Sequence[Override]") -> "tup
 def _start_the_trainer(*needed: str) -> None:
     """For commands that use the trainer. Raises UserError where one of the ``needed`` packages is not installed."""
     if any(importlib.util.find_spec(package) is None for package in needed or ("torch",)):
-        raise UserError("the trainer is not installed here: pip install 'sft-operator[trainer,cli]'")
+        raise UserError("the trainer is not installed here: pip install '.[cli,trainer]' in its checkout")
     gc.enable()
 
 

@@ -268,7 +268,7 @@ def test_without_the_trainer_its_commands_say_what_to_install(
     result = CliRunner().invoke(cli, [command, str(good)])
 
     assert result.exit_code == 10
-    assert "pip install 'sft-operator[trainer,cli]'" in result.stderr
+    assert "pip install '.[cli,trainer]' in its checkout" in result.stderr
 
 
 def test_short_commands_import_nothing_heavy(good: Path) -> None:
