@@ -428,6 +428,14 @@ def test_what_sharegpt_calls_becomes_a_tool_call() -> None:
         ]
 
 
+def test_who_calls_a_tool_in_sharegpt_need_say_nothing_in_tables_too() -> None:
+    # null in a line of JSON; in a table a key that is not there
+    for nothing in ({"value": None}, {}):
+        calls = {"from": "gpt", "tool_calls": [{"name": "sky"}], **nothing}
+        (_, called) = shared(said("human", "Hi"), calls).messages
+        assert called == {"role": "assistant", "tool_calls": [{"name": "sky", "arguments": {}}]}
+
+
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "harmony"])
 def test_what_sharegpt_calls_is_written_by_templates_that_know_tools(family: str) -> None:
     called = said("function_call", '{"name": "sky", "arguments": {"city": "Rome"}}')

@@ -90,11 +90,13 @@ def _of_shared(turn: Any, index: int, column: str) -> Any:
     """A turn of ShareGPT with the names and roles of a message; what it calls becomes tool calls."""
     where = f"message {index + 1}"
     turn = _checked(turn, where, "from and value")
-    if missing := [name for name in ("from", "value") if name not in turn]:
+    # Tables have no null in a turn, but no key there: who calls a tool need say nothing.
+    needed = ("from",) if turn.get("tool_calls") else ("from", "value")
+    if missing := [name for name in needed if name not in turn]:
         is_message = {"role", "content"} <= turn.keys()
         meant = f"; set format: messages and messagesKey: {column}" if is_message else _several(turn)
         raise DataError(f"{where} has no {' and '.join(missing)}, only {', '.join(turn)}{meant}")
-    speaker, said = turn["from"], turn["value"]
+    speaker, said = turn["from"], turn.get("value")
     rest = {key: item for key, item in turn.items() if key not in ("from", "value")}
     name = speaker.lower() if isinstance(speaker, str) else ""
     if name == _FUNCTION_CALL:
