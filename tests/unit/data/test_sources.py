@@ -273,6 +273,10 @@ def test_one_file_is_read_whatever_its_name_says(tmp_path: Path) -> None:
         assert len(open_rows(path, split=split)) == 10
     with pytest.raises(DataError, match="no split 'validation', found test"):
         open_rows(path, split="validation")
+    # A name of which train is a part is that of another split, which the file may have.
+    shard = write_jsonl(tmp_path / "train_sft-00000-of-00001.jsonl", ROWS)
+    for split, count in ((None, 10), ("train", 10), ("train_sft", 10), ("train_sft[:3]", 3)):
+        assert len(open_rows(shard, split=split)) == count
 
 
 def test_saved_data_sets(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from sft_api.splits import Slice
+from sft_api.splits import Slice, parse_split
 from sft_trainer.errors import DataError
 
 from .csv_files import DELIMITERS, open_csv
@@ -153,7 +153,8 @@ def choose_files(
             "into a folder of its own (train/, test/)"
         )
     splits = found.splits
-    if single is not None and source.split is not None and "train" in source.split:
+    asked = {piece.split for piece in parse_split(source.split)} if source.split is not None else set()
+    if single is not None and asked == {"train"}:
         splits = {"train": [single]}  # a URI that names one file means that file, whatever its name says
     return splits, choose(source.split, [*splits])
 
