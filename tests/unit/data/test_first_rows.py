@@ -114,6 +114,21 @@ def test_what_training_takes_is_not_refused(
     look(write(tmp_path / "rows.jsonl", *rows), **fields)
 
 
+@pytest.mark.parametrize("empty", [b"", b"other\n"])
+def test_a_file_without_rows_before_others_is_passed_over(
+    tmp_path: Path, look: Callable[..., None], empty: bytes
+) -> None:
+    (tmp_path / "a.csv").write_bytes(empty)
+    (tmp_path / "b.csv").write_text("instruction,output\nq,a\n")
+    look(tmp_path)
+
+
+def test_a_table_without_columns_before_others_is_passed_over(tmp_path: Path, look: Callable[..., None]) -> None:
+    parquet.write_table(pa.table({}), tmp_path / "a.parquet")
+    write(tmp_path / "b.parquet", GOOD)
+    look(tmp_path)
+
+
 def test_what_the_beginning_does_not_say_is_left_to_the_run(
     tmp_path: Path, look: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,11 +40,13 @@ def read_beginning(file: io.BufferedReader, names: Sequence[str], piece: Slice) 
     file = unpacked(file, names[0])
     if suffix_of(names[0]) in DELIMITERS:
         columns, first = first_csv_row(file, names[0])
+        if first is None:  # the first row is that of another file, which may have other columns
+            return Beginning()
         at_start = not piece.start and piece.stop != 0
         return Beginning(columns, columns if len(names) == 1 else None, first if at_start else None)
     if suffix_of(names[0]) in _TABLES:
         stored = _table_columns(file, names[0])
-        return Beginning(stored, stored if len(names) == 1 else None)
+        return Beginning(stored or None, stored if len(names) == 1 else None)
     if piece.start or piece.stop == 0 or (row := _first_json_row(file, names[0])) is None:
         return Beginning()
     return Beginning(tuple(row[1]), None, row)
