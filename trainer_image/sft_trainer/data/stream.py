@@ -33,7 +33,8 @@ class ExampleStream:
 
     Without weights an epoch is every row of every source once, shuffled together (or in stored order). With weights
     each source is shuffled on its own and drawn from by its share: in any prefix of length ``n`` a source with share
-    ``p`` has ``n * p`` examples, give or take one; it starts its own next epoch when it is used up.
+    ``p``, one of ``s``, has ``n * p`` examples, give or take ``(1 + s * p) / 2``: those of equal shares come one behind
+    the other. It starts its own next epoch when it is used up.
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float] | None, seed: int, shuffle: bool) -> None:
