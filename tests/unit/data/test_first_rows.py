@@ -129,6 +129,17 @@ def test_a_table_without_columns_before_others_is_passed_over(tmp_path: Path, lo
     look(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_of_a_file_that_a_slice_does_not_reach_say_nothing(
+    tmp_path: Path, look: Callable[..., None], kind: str
+) -> None:
+    write(tmp_path / f"a.{kind}", {"question": "q"})
+    write(tmp_path / f"b.{kind}", GOOD)
+    look(tmp_path, split="train[1:]")
+    with pytest.raises(DataError, match="columns question match no known format"):
+        look(tmp_path)
+
+
 def test_what_the_beginning_does_not_say_is_left_to_the_run(
     tmp_path: Path, look: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

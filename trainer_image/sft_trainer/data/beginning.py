@@ -38,16 +38,18 @@ def read_beginning(file: io.BufferedReader, names: Sequence[str], piece: Slice) 
     Raises DataError when a line is not what it must be.
     """
     file = unpacked(file, names[0])
+    at_start = not piece.start and piece.stop != 0
+    if len(names) > 1 and not at_start:  # its first row may be that of another file, which may have other columns
+        return Beginning()
     if suffix_of(names[0]) in DELIMITERS:
         columns, first = first_csv_row(file, names[0])
-        if first is None:  # the first row is that of another file, which may have other columns
+        if first is None:  # as above
             return Beginning()
-        at_start = not piece.start and piece.stop != 0
         return Beginning(columns, columns if len(names) == 1 else None, first if at_start else None)
     if suffix_of(names[0]) in _TABLES:
         stored = _table_columns(file, names[0])
         return Beginning(stored or None, stored if len(names) == 1 else None)
-    if piece.start or piece.stop == 0 or (row := _first_json_row(file, names[0])) is None:
+    if not at_start or (row := _first_json_row(file, names[0])) is None:
         return Beginning()
     return Beginning(tuple(row[1]), None, row)
 
