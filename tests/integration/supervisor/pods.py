@@ -156,7 +156,7 @@ class Group:
             "JOB_COMPLETION_INDEX": str(index),
             "SFT_COORDINATOR": "127.0.0.1",
             "SFT_TERMINATION_LOG": str(termination_file),
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
             "FAKE_SCRIPT": str(self.folder / "script.json"),
         }
         with log_file.open("w") as log:
