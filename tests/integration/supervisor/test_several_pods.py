@@ -223,6 +223,23 @@ def test_a_pod_that_is_stopped_while_its_group_begins_waits_for_no_index_0_that_
     assert second.wait() == 30
 
 
+def test_a_pod_that_is_stopped_does_not_use_up_its_grace_time_to_say_goodbye(group: Group) -> None:
+    # Given workers that hang, and an index 0 that has left when the others are still asked to stop
+    group.nodes, group.steps = 2, 10_000
+    group.run_policy = {"terminationGracePeriodSeconds": 5}
+    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
+    first, second = group.start_all()
+    first.wait_for_step(2)
+    begin = time.monotonic()
+    second.signal(signal.SIGTERM)
+    first.signal(signal.SIGKILL)
+
+    # Then its last words are there before who asked kills it
+    assert second.wait() == 30
+    assert time.monotonic() - begin < 7  # the four of the workers, and the three that a goodbye may take
+    assert "the workers had not left after 4 s and were killed" in second.termination.message
+
+
 def test_index_0_that_trains_with_a_lost_pod_leaves_when_it_is_asked_to(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000

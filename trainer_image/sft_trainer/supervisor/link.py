@@ -10,7 +10,7 @@ from .clock import AwakeClock
 from .http import Client, MalformedError
 from .identity import mismatch
 from .output import Output
-from .protocol import EXCHANGE_SECONDS, GOODBYE_SECONDS, REFUSED_SECONDS, RETRY_SECONDS, Order, Report
+from .protocol import EXCHANGE_SECONDS, REFUSED_SECONDS, RETRY_SECONDS, Order, Report
 from .settings import Settings
 
 _FAILURES = (OSError, TimeoutError, MalformedError, ValidationError, asyncio.LimitOverrunError)
@@ -78,11 +78,11 @@ class Link:
                 # A cancelled exchange has closed its connection when the next one begins.
                 await asyncio.wait({exchange, changed})
 
-    async def say_goodbye(self, report: Report) -> None:
-        """Send the last report; gives up after some seconds."""
+    async def say_goodbye(self, report: Report, seconds: float) -> None:
+        """Send the last report; gives up after so many ``seconds``."""
         self._report = report
         try:
-            async with asyncio.timeout(GOODBYE_SECONDS):
+            async with asyncio.timeout(seconds):
                 while await self._exchange() is None:
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError:

@@ -25,7 +25,17 @@ from .ledger import termination
 from .link import Link
 from .monitor import Monitor
 from .output import Output
-from .protocol import EXCHANGE_SECONDS, Ended, Failure, Generation, Order, OrderKind, Outcome, Report
+from .protocol import (
+    EXCHANGE_SECONDS,
+    GOODBYE_SECONDS,
+    Ended,
+    Failure,
+    Generation,
+    Order,
+    OrderKind,
+    Outcome,
+    Report,
+)
 from .settings import Settings
 from .starts import Starts
 from .traces import Keeping
@@ -270,8 +280,8 @@ class Node:
         return self._stop_since is not None and begins and link.silent_seconds > GONE_SECONDS
 
     def _keeping_seconds(self) -> float:
-        """How long the end may be put off, as to keep what hung: whoever asked this pod to stop kills it after the
-        grace period."""
+        """How long the end may be put off, as to keep what hung or to tell the others: whoever asked this pod to stop
+        kills it after the grace period, and its last words would be lost."""
         if self._stop_since is None:
             return KEEPING_SECONDS
         left = self._settings.grace_seconds - (time.monotonic() - self._stop_since)
@@ -416,9 +426,11 @@ class Node:
 
     async def _leave(self) -> None:
         if self._link is not None:
-            await self._link.say_goodbye(self._report())
+            await self._link.say_goodbye(self._report(), min(GOODBYE_SECONDS, self._keeping_seconds()))
         elif self._order is not None and self._order.kind is OrderKind.EXIT and self._coordinator is not None:
-            while not self._coordinator.everyone_told(stopping=self._stop_since is not None):
+            while self._keeping_seconds() and not self._coordinator.everyone_told(
+                stopping=self._stop_since is not None
+            ):
                 await self._sleep()
 
     def _metrics(self) -> Response:
