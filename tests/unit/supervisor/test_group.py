@@ -284,6 +284,18 @@ def test_workers_that_leave_unasked_are_a_failure(running: World) -> None:
     assert running.incidents == [(FailureClass.INTERRUPTED, False)]
 
 
+def test_workers_that_leave_as_a_pod_was_asked_that_could_not_say_so_are_none(running: World) -> None:
+    # Given an index 0 that did not hear the pod that was asked to stop, from its SIGTERM to its end
+    running.ends(0, FailureClass.INTERRUPTED)
+    running.ends(2, FailureClass.INTERRUPTED)
+    running.replace(1)
+    running.obey()
+
+    # Then it was that pod's, is free, and no verdict is waited for
+    assert running.incidents == [(FailureClass.INTERRUPTED, True)]
+    assert running.kind is OrderKind.RUN
+
+
 def test_asked_to_stop_with_nothing_to_save_all_end_at_once(running: World) -> None:
     running.group.nothing_to_save()
     running.say(0)

@@ -304,7 +304,8 @@ class Group:
             self._exit(termination(cause.failure, cause.message, self.training, rank=cause.rank), now)
             return
         self.refusals.failed_otherwise()
-        asked = cause.failure is FailureClass.INTERRUPTED and part.stop_was_asked
+        # A pod that is gone may have been asked, and its report of it lost: no others leave so.
+        asked = cause.failure is FailureClass.INTERRUPTED and (part.stop_was_asked or bool(part.lost))
         self._spent = self.spent
         training = self.training
         if part.spent is None:
