@@ -55,6 +55,20 @@ def test_starts_add_up() -> None:
     assert end.spent == world.group.spent
 
 
+def test_a_supervisor_that_stood_still_takes_nothing_back() -> None:
+    # Given six seconds of imports, and then a supervisor that stands still for twenty, which its clock leaves out
+    world = World(1)
+    world.obey()
+    world.now = 10.0
+    told(world, starting=4.0)
+    before = world.group.spent.starting
+    world.now = 12.0
+    told(world, starting=26.0)
+
+    assert before == 10.0
+    assert world.group.spent.starting == 32.0
+
+
 def test_a_hang_lasts_from_the_last_word_until_it_is_noticed() -> None:
     world = World(1)
     world.obey()

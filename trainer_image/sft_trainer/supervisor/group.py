@@ -154,7 +154,8 @@ class Group:
             return
         if part.spent is None or part.spent.curve_began is None:
             told = sum(getattr(training.spent, name) for name in SPENT)
-            part.untold = max(0.0, now - part.started - told)
+            # No less than before: the clock here leaves out times in which this process stood still, theirs does not.
+            part.untold = max(part.untold, now - part.started - told)
         part.spent = training.spent
 
     def advance(self, now: float) -> bool:
