@@ -12,7 +12,7 @@ from ..builders import build_config_map, build_job, build_network_policy, build_
 from ..config import Settings, StoreSettings
 from ..picture.observed import ChildJob, Manifest, Observed
 from .gpu_memory import check_fits
-from .queue import job_patch
+from .queue import is_left_deactivated, job_patch
 from .spec import Terms, run_terms, time_to_live_seconds
 
 LOOK_BACK = timedelta(minutes=10)
@@ -69,6 +69,10 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     Raises ``ValueError`` like ``desired_children``, and ``DoesNotFit``.
     """
     if observed.job is None and not observed.namespace_terminating and not is_finished(status):
+        # Nobody has asked these to end: they may be our own.
+        find_job = any(pod.deletion is None for pod in observed.earlier_pods)
+        if is_left_deactivated(status):
+            return Changes(find_job=find_job)
         if status.first_step_time is None:  # what has trained does fit
             check_fits(job.spec, settings.pods)
         asked = status.retried if status.retried.endswith(TAKE_OVER_ENDING) else ""
@@ -76,8 +80,7 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
         # admitted, and take a place in its queue, before anybody can suspend it.
         create = [] if observed.earlier_pods or job.spec.suspend else children
-        # Nobody has asked these to end: they may be our own.
-        return Changes(create, find_job=any(pod.deletion is None for pod in observed.earlier_pods))
+        return Changes(create, find_job=find_job)
     return change_job(run_terms(job), status, observed)
 
 

@@ -28,7 +28,8 @@ from .spec import Terms
 PATIENCE = timedelta(seconds=30)
 """What may be a moment's delay of Kueue's is not called a problem before."""
 
-HELD_BACK = frozenset({"WaitingForQueue", "QueueUnavailable", "Deactivated", "JobSuspended", "Preempted"})
+DEACTIVATED = "Deactivated"
+HELD_BACK = frozenset({"WaitingForQueue", "QueueUnavailable", DEACTIVATED, "JobSuspended", "Preempted"})
 """Reasons for which somebody else than the user keeps the Job from running."""
 
 _MARKED: Manifest = {"annotations": {SUSPENDED_ANNOTATION: "true"}}
@@ -40,6 +41,12 @@ gives the first for all of them, and Pending for the quota, unless a feature gat
 more."""
 _DEACTIVATED = ("Deactivated", "Inactive")
 """With which Kueue's reasons for such an eviction begin, the second up to 0.9."""
+_SET_ACTIVE = "; it competes again when its spec.active is set to true"
+_RESUME = (
+    "; its Job was deleted since, and is not made again before the run is resumed: set spec.suspend to true, and to "
+    "false once it is Suspended"
+)
+_SAVING = "; the pods save their state"
 _MORE_THAN_THERE_IS = "> maximum capacity"
 """In the message of a Workload that is Pending."""
 _TOO_SMALL = re.compile(r"insufficient quota for \S+ in flavor ([^\s,]+)")
@@ -233,12 +240,8 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
         why = finished.message or finished.reason
         words = f"Kueue is done with the Job, which has not ended: {why}; mend that and delete the Job: it is made anew"
         return Problem("QueueUnavailable", words, True)
-    if not workload.active and not workload.stopped_by_us:
-        # What was evicted before keeps the words of that.
-        told = evicted and evicted.status and evicted.reason.startswith(_DEACTIVATED) and evicted.message
-        why = told or "its spec.active is false"
-        words = f"Workload {workload.name}: {why}; it competes again when its spec.active is set to true"
-        return Problem("Deactivated", words, True)
+    if why := _why_deactivated(workload):
+        return Problem(DEACTIVATED, f"{why}{_SET_ACTIVE}", True)
     if _holds_quota(workload) and (not workload.active or (evicted and evicted.status)):
         return Problem("WaitingForQueue", f"{waiting}: Kueue is taking its last place back", False)
     if admitted and admitted.status:
@@ -255,6 +258,33 @@ def _of_workload(workload: Workload, waiting: str) -> Problem:
     return Problem("WaitingForQueue", waiting, False)
 
 
+def _why_deactivated(workload: Workload) -> str:
+    """Why an administrator, or Kueue at a limit, lets it compete no more; empty where neither does."""
+    if workload.active or workload.stopped_by_us:
+        return ""
+    # What was evicted before keeps the words of that.
+    evicted = workload.conditions.get("Evicted")
+    told = evicted and evicted.status and evicted.reason.startswith(_DEACTIVATED) and evicted.message
+    return f"Workload {workload.name}: {told or 'its spec.active is false'}"
+
+
+def is_left_deactivated(previous: SFTJobStatus) -> bool:
+    """Whether a Job that is gone stays so until the user resumes the run: its Workload was deactivated.
+
+    Kueue may delete the Job of what it has stopped at a limit. Made anew it would have a new Workload, for which all
+    limits begin at zero.
+    """
+    return any(item.type == "Running" and item.reason == DEACTIVATED for item in previous.conditions)
+
+
+def left_deactivated_words(previous: SFTJobStatus) -> str:
+    """Why no Job is made, in the words that stood there while there was one, and what to do about it."""
+    told = next((item.message for item in previous.conditions if item.type == "Running"), "")
+    for advice in (_SET_ACTIVE, _RESUME):
+        told = told.partition(advice)[0]
+    return f"{told}{_RESUME}"
+
+
 def _is_more_than_there_is(reserved: Condition) -> bool:
     """Whether no flavor can ever hold the job, where the reason does not say it: of several one may be too small while
     another is only taken."""
@@ -263,14 +293,17 @@ def _is_more_than_there_is(reserved: Condition) -> bool:
     return reserved.reason == "Pending" and _MORE_THAN_THERE_IS in message and not only_taken
 
 
-def preempted_words(observed: Observed) -> str:
+def preempted(observed: Observed) -> Problem:
     """Why a Job that the user wants to run was suspended: Kueue takes its place back, or somebody has done it."""
     workload = observed.queueing.workload if observed.queueing else None
     if observed.job and _is_left(workload, observed.job.queue):
         workload = None
     if workload is None and observed.job and observed.job.queue is None and not observed.job.suspended_by_us:
-        return f"not this operator has suspended the Job {observed.job.name}; the pods save their state"
+        words = f"not this operator has suspended the Job {observed.job.name}"
+        return Problem("Preempted", f"{words}{_SAVING}", False)
+    if workload and (why := _why_deactivated(workload)):
+        # At once: while its pods save its Job may be deleted.
+        return Problem(DEACTIVATED, f"{why}{_SET_ACTIVE}{_SAVING}", True)
     evicted = workload.conditions.get("Evicted") if workload else None
-    if evicted and evicted.status and evicted.message:
-        return f"{evicted.message}; the pods save their state"
-    return "the queue takes the place back; the pods save their state"
+    told = evicted and evicted.status and evicted.message
+    return Problem("Preempted", f"{told or 'the queue takes the place back'}{_SAVING}", False)

@@ -17,7 +17,7 @@ from .backoff import waits
 from .failures import cause, with_advice
 from .gangs import deadline_words, left_by_kueue, release_of, release_words, rests_by_us
 from .problems import Problem, find_problem, refusal_problem
-from .queue import held_back, not_stopped, preempted_words
+from .queue import DEACTIVATED, held_back, is_left_deactivated, left_deactivated_words, not_stopped, preempted
 from .silence import is_heard, out_of_sight, unheard_words
 from .spec import Terms
 
@@ -124,7 +124,7 @@ def _find(
     if terms.suspend:
         return _suspended(previous, child, observed)
     if child is None or child.deleting:
-        return _without_job(observed)
+        return _without_job(previous, observed)
     if rests_by_us(child):
         words, release = release_words(terms, child, restarts), release_of(child)
         if release and release.avoid is not None:
@@ -209,7 +209,10 @@ def _suspended(previous: SFTJobStatus, child: ChildJob | None, observed: Observe
     return Situation("Suspended", "SuspendRequested", "spec.suspend is true; set it to false to go on")
 
 
-def _without_job(observed: Observed) -> Situation:
+def _without_job(previous: SFTJobStatus, observed: Observed) -> Situation:
+    if is_left_deactivated(previous):
+        state: State = "Suspending" if observed.earlier_pods or observed.active_pods else "Queued"
+        return Situation(state, DEACTIVATED, left_deactivated_words(previous), stalled=True)
     problem = find_problem(observed, pods_wanted=0)
     if problem:
         return Situation("Preparing", problem.reason, problem.message, problem.stalled)
@@ -252,7 +255,8 @@ def _earlier(pods: tuple[Pod, ...]) -> str:
 
 def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
     if observed.active_pods:
-        return Situation("Suspending", "Preempted", preempted_words(observed))
+        problem = preempted(observed)
+        return Situation("Suspending", problem.reason, problem.message, problem.stalled)
     problem = held_back(previous, observed)
     return Situation("Queued", problem.reason, problem.message, problem.stalled)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions.changes import Changes, plan_changes
 from sft_operator.decisions.queue import (
     asks_kueue,
     held_back,
     job_patch,
     not_stopped,
-    preempted_words,
+    preempted,
     wants_stop,
     workload_patch,
 )
 from sft_operator.decisions.status import compute_status
+from sft_operator.picture.observed import Observed, Pod
 from sft_operator.picture.workload import Queueing, Workload
 from tests.unit.operator.make import (
     NOW,
@@ -24,6 +28,7 @@ from tests.unit.operator.make import (
     at,
     make_child,
     make_job,
+    make_pod,
     make_queueing,
     make_terms,
     running,
@@ -37,6 +42,7 @@ NO_MARK: Object = {"annotations": {"sftjob.dev/suspended": None}}
 STOP: Object = {"metadata": MARK, "spec": {"suspend": True}}
 RESUME: Object = {"metadata": NO_MARK, "spec": {"suspend": False}}
 RUNNING = SFTJobStatus(state="Running")
+TRAINS = Settings(pods=PodSettings(image="trainer:1"))
 
 
 def workload(**fields: Any) -> Workload:
@@ -265,7 +271,8 @@ def test_a_workload_whose_queue_the_job_has_left_stops_nothing_and_gets_no_place
     reason, message, stalled = _words(child={"suspend": True}, workload=LEFT)
     assert (reason, stalled) == ("JobSuspended", False)
     assert message.startswith("not this operator has suspended the Job")
-    assert preempted_words(running(job=make_child(suspend=True), queueing=queueing)).startswith("not this operator has")
+    told = preempted(running(job=make_child(suspend=True), queueing=queueing))
+    assert told.message.startswith("not this operator has suspended the Job")
 
 
 def test_a_priority_class_that_is_taken_away_stays_with_the_job_and_holds_up_nothing() -> None:
@@ -500,12 +507,63 @@ def test_training_does_not_go_on_in_silence_under_a_wish_to_suspend(
 def test_a_preemption_is_told_in_kueues_words_and_counted() -> None:
     evicted = workload_manifest(conditions={"Evicted": (True, "Preempted", "Preempted to accommodate job dear")})
     observed = running(job=make_child(suspend=True, **QUEUED), queueing=make_queueing(workload=evicted))
-    assert preempted_words(observed).startswith("Preempted to accommodate job dear")
+    assert preempted(observed).message.startswith("Preempted to accommodate job dear")
 
     status = compute_status(make_job(labels={QUEUE: "gpus"}), RUNNING, observed, NOW)
 
     assert (status.state, status.restarts.disruptions) == ("Suspending", 1)  # type: ignore[union-attr]
     assert status.restarts.last_message.startswith("Preempted to accommodate job dear")  # type: ignore[union-attr]
+
+
+DEACTIVATED = workload_manifest(
+    active=False,
+    conditions={
+        "QuotaReserved": (True, "", ""),
+        "Evicted": (True, "DeactivatedDueToRequeuingLimitExceeded", "deactivated due to its retries"),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("pods", "state"),
+    [((make_pod(0, deletion=-5),), "Suspending"), ((), "Queued")],
+    ids=["while its pods save", "once they have ended"],
+)
+def test_a_job_that_is_gone_since_its_workload_was_deactivated_is_made_again_once_it_was_resumed(
+    pods: tuple[Pod, ...], state: str
+) -> None:
+    job, suspended = make_job(labels={QUEUE: "gpus"}), make_job(labels={QUEUE: "gpus"}, suspend=True)
+    stopped = running(job=make_child(suspend=True, **QUEUED), pods=pods, queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(job, RUNNING, stopped, NOW)
+    assert (told.state, stalled_by(told)) == (state, "Deactivated")
+
+    # Kueue deletes it (afterDeactivatedByKueue), and finalizers of others hold it for a while.
+    going = replace(stopped, job=replace(make_child(suspend=True, **QUEUED), deleting=True), queueing=None)
+    for observed in (going, Observed(earlier_pods=pods), Observed()):
+        assert plan_changes(job, told, observed, TRAINS) == Changes()
+        told = compute_status(job, told, observed, NOW)
+        assert stalled_by(told) == "Deactivated"
+        assert told.message.startswith("Workload job-tulu: deactivated due to its retries; its Job was deleted since")
+        assert told.message.count("set spec.suspend to true") == 1
+
+    rests = compute_status(suspended, told, Observed(), NOW)
+    assert rests.state == "Suspended"
+    assert plan_changes(suspended, rests, Observed(), TRAINS) == Changes()
+    assert [child["kind"] for child in plan_changes(job, rests, Observed(), TRAINS).create][-1] == "Job"
+
+
+def stalled_by(status: SFTJobStatus) -> str:
+    return next(item.reason for item in status.conditions if item.type == "Stalled" and item.status == "True")
+
+
+def test_a_job_that_is_gone_although_its_workload_may_compete_again_is_made_again() -> None:
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    stopped = running(job=child, pods=(), queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(job, RUNNING, stopped, NOW)
+
+    told = compute_status(job, told, replace(stopped, queueing=make_queueing(workload=workload_manifest())), NOW)
+
+    assert plan_changes(job, told, Observed(), TRAINS).create
 
 
 def test_a_job_without_a_queue_is_not_said_to_be_stopped_by_one() -> None:
