@@ -277,6 +277,17 @@ def is_left_deactivated(previous: SFTJobStatus) -> bool:
     return any(item.type == "Running" and item.reason == DEACTIVATED for item in previous.conditions)
 
 
+def stays_deactivated(previous: SFTJobStatus, observed: Observed) -> Problem | None:
+    """What is told still of a Workload that was deactivated while nothing is known of it: it goes with its Job, and
+    that may be seen before the end of the Job is."""
+    child, queueing = observed.job, observed.queueing
+    if child is None or child.queue is None or not is_left_deactivated(previous):
+        return None
+    if queueing is not None and (queueing.workload is not None or _late(queueing)):
+        return None
+    return Problem(DEACTIVATED, next(item.message for item in previous.conditions if item.type == "Running"), True)
+
+
 def left_deactivated_words(previous: SFTJobStatus) -> str:
     """Why no Job is made, in the words that stood there while there was one, and what to do about it."""
     told = next((item.message for item in previous.conditions if item.type == "Running"), "")

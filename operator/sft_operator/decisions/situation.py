@@ -17,7 +17,15 @@ from .backoff import waits
 from .failures import cause, with_advice
 from .gangs import deadline_words, left_by_kueue, release_of, release_words, rests_by_us
 from .problems import Problem, find_problem, refusal_problem
-from .queue import DEACTIVATED, held_back, is_left_deactivated, left_deactivated_words, not_stopped, preempted
+from .queue import (
+    DEACTIVATED,
+    held_back,
+    is_left_deactivated,
+    left_deactivated_words,
+    not_stopped,
+    preempted,
+    stays_deactivated,
+)
 from .silence import is_heard, out_of_sight, unheard_words
 from .spec import Terms
 
@@ -254,11 +262,11 @@ def _earlier(pods: tuple[Pod, ...]) -> str:
 
 
 def _held_back(previous: SFTJobStatus, observed: Observed) -> Situation:
-    if observed.active_pods:
-        problem = preempted(observed)
-        return Situation("Suspending", problem.reason, problem.message, problem.stalled)
-    problem = held_back(previous, observed)
-    return Situation("Queued", problem.reason, problem.message, problem.stalled)
+    state: State = "Suspending" if observed.active_pods else "Queued"
+    problem = stays_deactivated(previous, observed)
+    if problem is None:
+        problem = preempted(observed) if observed.active_pods else held_back(previous, observed)
+    return Situation(state, problem.reason, problem.message, problem.stalled)
 
 
 def _active(

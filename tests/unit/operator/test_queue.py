@@ -552,6 +552,23 @@ def test_a_job_that_is_gone_since_its_workload_was_deactivated_is_made_again_onc
     assert [child["kind"] for child in plan_changes(job, rests, Observed(), TRAINS).create][-1] == "Job"
 
 
+@pytest.mark.parametrize("pods", [(make_pod(0, deletion=-5),), ()], ids=["while its pods save", "afterwards"])
+@pytest.mark.parametrize(
+    "unknown", [None, make_queueing(), make_queueing(problem="timeout")], ids=["not asked", "no Workload", "no answer"]
+)
+def test_that_a_workload_was_deactivated_is_not_taken_back_because_it_went_with_its_job(
+    unknown: Queueing | None, pods: tuple[Pod, ...]
+) -> None:
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    stopped = running(job=child, pods=pods, queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(job, RUNNING, stopped, NOW)
+
+    later = compute_status(job, told, replace(stopped, queueing=unknown), NOW)
+
+    assert (later.state, stalled_by(later), later.message) == (told.state, "Deactivated", told.message)
+    assert not plan_changes(job, later, Observed(), TRAINS).create
+
+
 def stalled_by(status: SFTJobStatus) -> str:
     return next(item.reason for item in status.conditions if item.type == "Stalled" and item.status == "True")
 
