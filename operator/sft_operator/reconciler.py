@@ -49,7 +49,7 @@ from .decisions.telling import BREATH_SECONDS
 from .metrics import OperatorMetrics
 from .names import WATCH_SELECTOR, pod_selector
 from .picture.memory import Memory
-from .picture.observed import Manifest
+from .picture.observed import ChildJob, Manifest
 from .picture.owners import owner_uid
 from .picture.picture import Key, Picture
 from .workqueue import RetryLater
@@ -266,11 +266,20 @@ class Reconciler:
             changed = await self._children.change_job(key.namespace, action.job, action.patch)
         except (NameTakenError, RefusedError) as error:
             # Deleted just now, as the watch is about to tell: nobody refuses anything.
-            if not (isinstance(error, RefusedError) and error.error.code == 404):
+            if isinstance(error, RefusedError) and error.error.code == 404:
+                return
+            if not (isinstance(error, RefusedError) and error.error.denied and await self._has_moved(key, action.job)):
                 self._refused(key, error)
             return
         self._picture.store("Job", changed)
         self._remember(key, job_changed)
+
+    async def _has_moved(self, key: Key, child: ChildJob) -> bool:
+        """Whether the Job was suspended or resumed just now, as the watch is about to tell: a Job that runs lets
+        nobody change its queue, which is not asked of it then."""
+        self._picture.store("Job", await self._cluster.get("Job", key.namespace, child.name))
+        job = self._picture.observed(key).job
+        return job is None or job.suspended != child.suspended
 
     async def _renew(self, key: Key, action: RenewJob) -> None:
         try:

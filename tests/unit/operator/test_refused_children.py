@@ -9,9 +9,11 @@ import aiohttp
 import pytest
 
 from sft_operator.cluster.client import ApiError
+from sft_operator.names import QUEUE_LABEL
 from tests.unit.operator.make import job_manifest, stamp
 from tests.unit.operator.test_reconciler import KEY, World
 
+DENIES = 'admission webhook "vjob.kb.io" denied the request'
 AWAY = {
     "500": ApiError(500, "InternalError", "etcdserver: leader changed"),
     "503": ApiError(503, "", "the server is currently unable to handle the request"),
@@ -72,6 +74,25 @@ def test_a_job_that_was_deleted_just_now_is_no_refusal() -> None:
 
     assert 1 <= world.api.done("patch", "Job") <= 3, "ever more rarely, if nothing tells of it"
     assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize(("resumed", "stalled"), [(True, "False"), (False, "True")])
+def test_a_job_that_was_resumed_just_now_and_keeps_its_queue_is_no_refusal(resumed: bool, stalled: str) -> None:
+    """Kueue's webhook lets no Job that runs change its queue, and that it runs is told a moment later."""
+    world = World()
+    world.api.keep("SFTJob", job_manifest(labels={QUEUE_LABEL: "gpus"}))
+    world.look(2)
+    world.watched = ("SFTJob", "Pod")
+    job = world.api.objects["Job", "tulu"]
+    world.api.keep("Job", {**job, "spec": {**job["spec"], "suspend": not resumed}})
+    moved = job_manifest(labels={QUEUE_LABEL: "others"}) | {"status": world.status}
+    world.api.keep("SFTJob", moved)
+    world.api.refuses = answer("patch", "Job", ApiError(403, "Forbidden", f"{DENIES}: {QUEUE_LABEL}: immutable"))
+
+    world.look()
+
+    assert world.api.done("patch", "Job") == 1
+    assert world.condition("Stalled")["status"] == stalled
 
 
 @pytest.mark.parametrize("kind", ["NetworkPolicy", "Job"])
