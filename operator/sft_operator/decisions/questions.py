@@ -116,7 +116,9 @@ def ask_kueue(memory: Memory, terms: Terms, observed: Observed, previous: SFTJob
     subject = (child.uid, stop, child.suspended, tuple(sorted(child.kueue_labels.items())))
     pace = memory.kueue
     if pace is None or pace.subject != subject:
-        if pace is None or pace.subject[0] != child.uid:
+        uid, _, rested, _ = pace.subject if pace else ("", False, False, ())
+        if uid != child.uid or (rested and not child.suspended):
+            # Nor has anything lasted of a Job that rested so far, and runs again.
             memory = changed(memory, queueing=None)
         pace = KueuePace(subject, clock, told_before=_told_by_another(memory, previous))
     if pace.asked is None and clock >= pace.next:

@@ -27,6 +27,7 @@ from sft_operator.decisions.questions import (
     read_events,
     trainer_answered,
 )
+from sft_operator.decisions.queue import not_stopped
 from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, RemovePlace
 from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
@@ -35,7 +36,18 @@ from sft_operator.picture.memory import Memory, PlaceRemoval, RemovalTurn
 from sft_operator.picture.observed import Observed, Warning
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing
-from tests.unit.operator.make import NOW, at, child_manifest, job_manifest, make_child, make_pod, pod_manifest, running
+from tests.unit.operator.make import (
+    NOW,
+    at,
+    child_manifest,
+    job_manifest,
+    make_child,
+    make_pod,
+    make_queueing,
+    pod_manifest,
+    running,
+    workload_manifest,
+)
 from tests.unit.operator.test_reconciler import KEY, SETTINGS
 
 WARNING = (Warning("Job/tulu", "FailedCreate", "no"),)
@@ -203,6 +215,24 @@ def test_nobody_is_asked_while_there_is_nobody(pods: tuple[Any, ...]) -> None:
     asked = ask_trainer(Memory("u"), running(pods=pods), SFTJobStatus(), SETTINGS, clock=0, followed=1)
 
     assert asked.question is None
+
+
+def test_of_a_job_that_runs_again_nothing_has_lasted_that_was_so_while_it_rested() -> None:
+    """Somebody lets go on what the user has suspended: that its Workload was stopped long ago stops nothing late."""
+    terms = run_terms(read_spec(job_manifest(labels={QUEUE_LABEL: "gpus"}, suspend=True)))
+    stopped = make_queueing(workload=workload_manifest(active=False, marked=True)).workload
+    memory, told = Memory("u"), SFTJobStatus(state="Suspended")
+
+    for seconds, suspended in ((0, True), (300, True), (310, False)):
+        child = make_child(suspend=suspended, queue="gpus")
+        asked = ask_kueue(memory, terms, Observed(job=child), told, clock=seconds)
+        assert isinstance(asked.question, AskKueue)
+        said = Queueing(at(seconds), at(seconds), stopped)
+        memory = kueue_answered(asked.memory, asked.question, said, child, clock=seconds)
+        assert memory.queueing is not None
+        assert memory.queueing.since == (NOW if suspended else at(310))
+
+    assert not_stopped(Observed(job=make_child(queue="gpus"), queueing=memory.queueing)) is None
 
 
 def test_what_another_operator_told_of_a_queue_is_not_taken_back_before_kueue_was_asked_but_not_for_ever() -> None:
