@@ -9,8 +9,9 @@ import pytest
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_operator.decisions.changes import is_finished
 from sft_operator.decisions.status import read_status
-from tests.unit.operator.lives import Counts, Life, Violation
+from tests.unit.operator.lives import Counts, Life
 from tests.unit.operator.make import Object
+from tests.unit.operator.played.cluster import Violation
 from tests.unit.operator.test_reconciler import KEY
 
 HAPPENINGS = 14
@@ -18,23 +19,74 @@ SHOWN_LINES = 40
 TOLD_SECONDS = 1.5
 """In which the operator has heard of everything."""
 # By names of what may happen in a life, how often.
-USUAL = {"suspend": 25, "resume": 25, "evict": 12, "crash": 12, "edit": 4}
+USUAL = {"suspend": 25, "resume": 25, "evict": 12, "crash": 12, "edit": 4, "suspend_and_wait": 3}
+ENDS = {"delete_job": 6, "make_again": 4, "fail": 4, "retry": 8}
+QUEUE = {
+    "preempt": 15,
+    "open_queue": 15,
+    "give_up": 8,
+    "stop": 4,
+    "let_go_on": 12,
+    "change_queue": 4,
+    "delete_job": 3,
+}
+NODES = {
+    "lose_node": 6,
+    "find_node": 8,
+    "fill": 8,
+    "clear": 14,
+    "lose_image": 4,
+    "find_image": 8,
+    "use_quota": 4,
+    "free_quota": 8,
+    "skew_node": 4,
+    "set_clock": 2,
+}
+HANDS = {
+    "delete_in_foreground": 3,
+    "leave_behind": 3,
+    "delete_child": 6,
+    "delete_pod": 6,
+    "resize_job": 4,
+    "write_status": 6,
+    "delete_job_and_suspend": 3,
+}
 KINDS = {
     "interrupted": {"evict": 12, "crash": 12, "edit": 4},
     "suspended": USUAL,
     "deleted": {**USUAL, "delete_job": 8, "delete_job_and_suspend": 8, "make_again": 4},
     "its operator away or in trouble": {**USUAL, "restart_operator": 10, "refuse_status": 8},
     "failed and tried again": {**USUAL, "fail": 10, "retry": 20},
+    "in an API server's trouble": {**USUAL, **ENDS, "trouble": 20, "kill_operator": 20},
+    "by several operators": {**USUAL, **ENDS, "freeze_operator": 15, "run_twice": 15, "kill_operator": 5},
+    "in a queue": {**USUAL, **QUEUE},
+    "in a queue, and in trouble": {**USUAL, **QUEUE, **ENDS, "trouble": 10, "kill_operator": 10, "freeze_operator": 5},
+    "beside others on its nodes": {**USUAL, **NODES},
+    "under hands": {**USUAL, **HANDS},
     "all of it": {
         **USUAL,
-        "delete_job": 6,
-        "make_again": 4,
+        **ENDS,
+        **NODES,
+        **HANDS,
         "restart_operator": 6,
         "refuse_status": 4,
-        "fail": 4,
-        "retry": 8,
+        "trouble": 8,
+        "kill_operator": 6,
+        "freeze_operator": 3,
+    },
+    "all of it, in a queue": {
+        **USUAL,
+        **ENDS,
+        **NODES,
+        **HANDS,
+        **QUEUE,
+        "restart_operator": 6,
+        "trouble": 8,
+        "kill_operator": 6,
+        "freeze_operator": 3,
     },
 }
+QUEUED = frozenset(kind for kind in KINDS if "queue" in kind)
 Check = Callable[[Life, SFTJobStatus, SFTJobStatus], object]
 """Of a life and two statuses in a row; whatever it returns is what is wrong. Its docstring says what holds."""
 
@@ -62,7 +114,7 @@ def nothing_is_counted_twice(life: Life, before: SFTJobStatus, after: SFTJobStat
     if told is None:
         return None
     # Times are whole seconds: pods that a suspension took which lasted for less may be counted as lost.
-    taken = happened.evictions + 2 * happened.suspensions + 2 * happened.deleted_jobs
+    taken = happened.evictions + 2 * (happened.suspensions + happened.deleted_jobs + happened.others)
     many = told.failures > happened.crashes or told.disruptions > taken
     return many and f"{told} of {happened}"
 
@@ -81,11 +133,11 @@ def progress_only_grows(life: Life, before: SFTJobStatus, after: SFTJobStatus) -
     return now < was and f"attempt and step {was} became {now}"
 
 
-def only_what_failed_is_stalled(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
-    """Only a job that has failed, or over which the operator fails, needs somebody, as nothing else is refused in this
-    cluster; and what needs somebody is not on its way."""
+def only_what_somebody_has_to_mend_is_stalled(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """Only a job that has failed, over which the operator fails, or that somebody hinders needs somebody; and what
+    needs somebody is not on its way."""
     holding = {item.type: item.reason for item in after.conditions if item.status == "True"}
-    needed = after.state == "Failed" or holding.get("Stalled") == "OperatorError"
+    needed = after.state == "Failed" or holding.get("Stalled") in {"OperatorError", *life.hindered}
     wrong = "Stalled" in holding and ("Reconciling" in holding or not needed)
     return wrong and f"{holding} hold of a job that is {after.state}: {after.message}"
 
@@ -102,7 +154,34 @@ def what_is_written_is_what_was_meant(life: Life, before: SFTJobStatus, after: S
     if any(item.reason == "OperatorError" for item in after.conditions):
         return None  # what could not be written stands there in part
     shown = life.operator.picture.memory(KEY).shown
-    return shown is not None and not shown.is_whole and "it is another one"
+    if shown is None or shown.document is not life.status:
+        return None  # it was written, and nobody was told so
+    return not shown.is_whole and "it is another one"
+
+
+def words_and_conditions_agree(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """Of states that have a condition just that one holds, and it began when it did."""
+    named = {"Running", "Suspended", "Complete", "Failed"}
+    told = [item for item in after.conditions if item.type in named and item.status == "True"]
+    since = {item.type: (item.status, item.last_transition_time) for item in before.conditions}
+    moved = [
+        item.type for item in after.conditions if _moved(since.get(item.type), item.status, item.last_transition_time)
+    ]
+    wrong = [item.type for item in told] != [state for state in (after.state,) if state in named]
+    return (wrong or moved) and f"{[item.type for item in told]} hold of what is {after.state}, {moved} moved"
+
+
+def _moved(before: tuple[str, str] | None, status: str, since: str) -> bool:
+    return before is not None and (before[0] == status) != (before[1] == since) and before[0] == status
+
+
+def all_time_is_accounted_for(life: Life, before: SFTJobStatus, after: SFTJobStatus) -> object:
+    """What became of the time of the GPUs adds up to all of it."""
+    if (told := after.goodput) is None:
+        return None
+    lost = sum(told.lost_gpu_seconds.model_dump().values()) if told.lost_gpu_seconds else 0
+    parts = told.productive_gpu_seconds + told.unsaved_gpu_seconds + lost
+    return abs(parts - told.gpu_seconds) > 2 and f"{parts} of {told.gpu_seconds} s are: {told}"
 
 
 CHECKS: tuple[Check, ...] = (
@@ -111,9 +190,11 @@ CHECKS: tuple[Check, ...] = (
     nothing_is_counted_twice,
     used_time_only_grows,
     progress_only_grows,
-    only_what_failed_is_stalled,
+    only_what_somebody_has_to_mend_is_stalled,
     what_is_suspended_holds_no_gpu,
     what_is_written_is_what_was_meant,
+    words_and_conditions_agree,
+    all_time_is_accounted_for,
 )
 
 
@@ -149,10 +230,22 @@ def check_end(life: Life) -> None:
             raise Violation(f"What happens once is told once. But {reason} was told {life.api.events[reason]} times.")
 
 
-@pytest.mark.parametrize("seed", range(12))
+def make_life(kind: str, seed: int) -> Life:
+    queued, sidecars = kind in QUEUED, kind == "beside others on its nodes" and seed % 3 == 0
+    return Life(
+        seed,
+        KINDS[kind],
+        on_status=check_status,
+        is_queued=queued and seed % 4 > 0,
+        has_default_queue=queued,
+        has_sidecars=sidecars,
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int) -> None:
-    life = Life(seed, KINDS[kind], on_status=check_status)
+    life = make_life(kind, seed)
     try:
         life.play(HAPPENINGS)
         check_end(life)
@@ -160,4 +253,4 @@ def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int
         log = "\n".join(life.story.lines[-SHOWN_LINES:])
         raise AssertionError(f"{error}\n\n{log}") from (None if isinstance(error, Violation) else error)
     finally:
-        life.operator.close()
+        life.close()
