@@ -123,8 +123,8 @@ class Life:
 
     def _look_at_job(self) -> None:
         """What Kueue has given up and deleted is not made again unasked."""
-        if self.kueue.told_deactivated and self.status.get("state") in ("Suspended", "Complete", "Failed", None):
-            self.kueue.told_deactivated = False
+        if self._reason() in ("SuspendRequested", None) or "completionTime" in self.status:
+            self.kueue.told_deactivated = False  # the user may resume it from now on
         if self.kueue.told_deactivated and self.api.find("Job"):
             raise Violation("A Job that Kueue has given up and deleted is made again, and all limits begin anew.")
 
@@ -164,8 +164,12 @@ class Life:
                 self.make()
 
     def _is_deactivated(self) -> bool:
+        return self._reason() == "Deactivated"
+
+    def _reason(self) -> str | None:
+        """Why it runs, or does not."""
         conditions = self.status.get("conditions", ())
-        return any(item["type"] == "Running" and item["reason"] == "Deactivated" for item in conditions)
+        return next((item["reason"] for item in conditions if item["type"] == "Running"), None)
 
     def _set_going(self) -> None:
         """As the status advises."""
