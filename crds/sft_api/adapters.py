@@ -78,8 +78,13 @@ def adapted(
     found = [module for module in wanted if not named(module, excluded) and not within(f"{module}.weight", trained)]
     found += [name for name in experts if not named_experts(name, excluded) and not within(name, trained)]
     if not found:
-        fields = "lora.excludeModules and training.trainableModules leave" if trained else "lora.excludeModules leaves"
         left = ", ".join(ends([*wanted, *experts]))
+        if trained and not excluded:
+            raise AdapterError(
+                f"training.trainableModules leaves no layer to adapt: all of {left} lies in what it names, and is "
+                "trained whole; take a name out of it, or leave lora out"
+            )
+        fields = "lora.excludeModules and training.trainableModules leave" if trained else "lora.excludeModules leaves"
         raise AdapterError(f"{fields} nothing to train of {left}: take a name out of it")
     if head in found:
         raise AdapterError(

@@ -45,7 +45,10 @@ def test_experts_are_meant_by_names_that_say_so(targets: list[str], without: lis
 
 def test_experts_that_are_trained_whole_or_excluded_get_none() -> None:
     assert adapted(LINEAR, "lm_head", ["experts"], [], ["layers.0.mlp"], STACKED) == STACKED[2:]
-    with pytest.raises(AdapterError, match=r"leave nothing to train of gate_up_proj, down_proj"):
+    with pytest.raises(AdapterError, match=r"excludeModules and .* leave nothing to train of gate_up_proj, down_proj"):
+        adapted(LINEAR, "lm_head", ["experts"], ["experts.down_proj"], ["experts"], STACKED)
+    # What no manifest says is not named.
+    with pytest.raises(AdapterError, match=r"^training.trainableModules leaves no layer .* of gate_up_proj, down_proj"):
         adapted(LINEAR, "lm_head", ["experts"], [], ["experts"], STACKED)
     for name in ("layers.2.mlp.experts", "experts.gate_proj"):
         with pytest.raises(AdapterError) as refused:

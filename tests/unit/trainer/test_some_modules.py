@@ -239,7 +239,7 @@ def test_what_is_trained_whole_gets_no_adapters(tmp_path: Path) -> None:
     adapted = {name.rpartition(".lora_")[0] for name in names if is_adapter(name)}
     linear = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "gate_proj", "up_proj", "down_proj"]
     assert adapted == {f"model.layers.0.{'' if '.' in name else 'mlp.'}{name}" for name in linear}
-    with pytest.raises(ConfigError, match=r"^lora.excludeModules and training.trainableModules leave nothing to train"):
+    with pytest.raises(ConfigError, match=r"^training.trainableModules leaves no layer to adapt: all of q_proj"):
         strategy(tmp_path, ["layers"], lora={"rank": 2})
 
 
