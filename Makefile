@@ -75,6 +75,12 @@ parity-megatron: setup ## Compare the strategy on Megatron-Core with transformer
 test-oldest: setup .venv-oldest/.installed ## make parity with the oldest torch and transformers that are supported: before a release
 	PYTHONPATH=$(SOURCES) .venv-oldest/bin/python -m tests.parity $(SEED)
 
+# What the API server and its controllers decide differs between their versions; pods run as they always did.
+.PHONY: test-kubernetes
+test-kubernetes: setup ## The CRD and the operator with the oldest and the newest Kubernetes: before a release (KUBERNETES="1.34.4 1.37.2")
+	for version in $(or $(KUBERNETES),1.34.4 1.37.2); do \
+		SFT_TEST_KUBERNETES_VERSION=$$version $(PYTHON) -m pytest $(TWO_AT_A_TIME) tests/integration/test_crd.py tests/integration/operator || exit 1; done
+
 # With the Python of a machine, say make gpu PYTHON=python3, nothing is set up: such a machine may have no network.
 .PHONY: gpu
 gpu: $(if $(filter .venv/bin/python,$(PYTHON)),setup) ## Try every path that needs a GPU, and measure beside a plain loop, in at most 9 minutes (DEVICE=cpu, PYTHON=python3, LOGS=folder, ONLY="checks qwen3_8b_lora", RECORD=1)

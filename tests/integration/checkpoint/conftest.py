@@ -1,5 +1,7 @@
-"""The same store three times: a folder, moto, versitygw; and a fourth time where ``SFT_TEST_S3_ENDPOINT`` names a server
-to try, with the keys of the environment."""
+"""The same store three times: a folder, moto, versitygw; a fourth time where ``SFT_TEST_S3_ENDPOINT`` names a server.
+
+The keys for that one are those of the environment.
+"""
 
 from __future__ import annotations
 
