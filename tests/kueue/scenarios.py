@@ -159,6 +159,33 @@ def requeue_limit(stage: Stage) -> bool:
     return kept
 
 
+def deleted_at_a_limit(stage: Stage) -> bool:
+    """Kueue deletes the Job of what it has given up, as it may be told to: the Job stays gone until the user resumes
+    the run, which then has a Workload of its own, and trains."""
+    once = {"timestamp": "Eviction", "backoffLimitCount": 0}
+    stage.manager.restart(
+        waitForPodsReady={"timeout": "3s", "requeuingStrategy": once},
+        objectRetentionPolicies={"workloads": {"afterDeactivatedByKueue": "10s"}},
+    )
+    with stage.kubelet_away():
+        stage.submit("given-up")
+        stage.until(lambda: stage.stalled("given-up") == "Deactivated")
+        stage.until(lambda: stage.scene.get("jobs", "given-up") is None)
+        stage.until(lambda: "its Job was deleted since" in stage.message("given-up"))
+        stage.tell(deleted_at_a_limit_says=stage.message("given-up"), deleted_stalled=stage.stalled("given-up"))
+        stays = stage.stays(lambda: stage.scene.get("jobs", "given-up") is None, 5)
+        stage.restart_operator()
+        stays &= stage.stays(lambda: stage.scene.get("jobs", "given-up") is None, 5)
+        stage.suspend("given-up", True)
+        stage.until_state("given-up", "Suspended")
+    stage.manager.restart()
+    stage.suspend("given-up", False)
+    stage.until_state("given-up", "Running")
+    stage.tell(deleted_stays_gone=stays)
+    stage.remove("given-up")
+    return stays
+
+
 def half_placed(stage: Stage) -> bool:
     """One of two pods finds no room: that waitForPodsReady is off is said; where it is on, it is Kueue's."""
     stage.manager.restart(featureGates={"VisibilityOnDemand": False, "DisableWaitForPodsReady": True})
@@ -355,6 +382,7 @@ ALL: tuple[Scenario, ...] = (
     submitted_suspended,
     stopped_by_others,
     requeue_limit,
+    deleted_at_a_limit,
     half_placed,
     execution_time,
     labels_are_followed,
