@@ -209,6 +209,23 @@ def test_a_link_that_says_a_split_is_what_that_split_is_read_by(tmp_path: Path) 
     assert [numbers(open_rows(shared, split=split)) for split in ("train", "test")] == [[0, 1], [0, 2]]
 
 
+@pytest.mark.parametrize("name", ["rows", "train", "train-00000-of-00001"])
+def test_a_link_without_a_split_to_a_folder_of_one_gives_no_row_twice(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / "train" / f"{name}.jsonl", ROWS[:2])
+    (tmp_path / "latest").symlink_to("train")
+
+    assert numbers(open_rows(tmp_path)) == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["{}", "{}-00000-of-00001"])
+def test_what_says_its_split_is_read_once_whatever_links_to_its_folder_say(tmp_path: Path, name: str) -> None:
+    for split, rows in (("train", ROWS[:2]), ("test", ROWS[2:3])):
+        write_jsonl(tmp_path / "v1" / f"{name.format(split)}.jsonl", rows)
+    (tmp_path / "train").symlink_to("v1")
+
+    assert [numbers(open_rows(tmp_path, split=split)) for split in ("train", "test")] == [[0, 1], [2]]
+
+
 def test_a_link_to_what_the_folder_lies_in_gives_no_row_twice(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "a.jsonl", ROWS[:2])
     (tmp_path / "data" / "up").symlink_to("..")

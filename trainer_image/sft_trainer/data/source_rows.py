@@ -17,7 +17,7 @@ from .csv_files import DELIMITERS, open_csv
 from .json_arrays import open_json
 from .packed import CODECS, is_packed, suffix_of, with_packed
 from .readers import Reader, Row, open_arrow, open_parquet
-from .splits import choose, group_by_split, worded_split
+from .splits import choose, group_by_split, says_split, worded_split
 from .text_rows import open_lines
 
 if TYPE_CHECKING:
@@ -91,9 +91,10 @@ def _files_below(
     """All files in ``folder`` and in the folders below it, also where these are links.
 
     ``name`` is that of the folder in the first one, ``above`` are those it lies in, as they are without links, with
-    their names. A link to one of them is passed over, and so is one to what lies below them and is of the same split:
-    its rows would come twice. Raises DataError for what would be left out without a word: a link to nothing, and a
-    folder that may not be read, but for what no data lies in.
+    their names. A link to one of them is passed over, and so is one to what lies below them, as its rows would come
+    twice, unless its name says another split: then all is read by it whose own name says none. Raises DataError for
+    what would be left out without a word: a link to nothing, and a folder that may not be read, but for what no data
+    lies in.
     """
     real = folder.resolve()
     if real in above:
@@ -108,20 +109,29 @@ def _files_below(
     for entry in entries:
         hides = hidden or _is_hidden(Path(entry.name))
         if entry.is_dir():
-            if not (entry.is_symlink() and _is_read_below(above, entry.resolve(), name / entry.name)):
-                yield from _files_below(entry, name / entry.name, above, hidden=hides)
+            called = name / entry.name
+            own = _own_names(above, entry.resolve()) if entry.is_symlink() else []
+            if own and not _says_another_split(called, own):
+                continue
+            for file in _files_below(entry, called, above, hidden=hides):
+                if not (own and says_split(file.relative_to(entry).as_posix())):
+                    yield file
         elif entry.is_file():
             yield entry
         elif entry.is_symlink() and suffix_of(entry) in _OPENERS and not hides:
             raise DataError(f"{entry} is a link to {entry.readlink()}, which is not there: restore that, or remove it")
 
 
-def _is_read_below(tops: Mapping[Path, Path], folder: Path, name: Path) -> bool:
-    """Whether ``folder``, to which the link called ``name`` leads, is read by a name of its own that says the same
-    split: where a link says another one, that is what it is there for."""
-    own = [tops[top] / folder.relative_to(top) for top in tops if folder.is_relative_to(top)]
-    split = worded_split(name.as_posix())
-    return any(not _is_hidden(other) and worded_split(other.as_posix()) == split for other in own)
+def _own_names(tops: Mapping[Path, Path], folder: Path) -> list[Path]:
+    """The names by which ``folder``, to which a link leads, is read without it."""
+    names = [tops[top] / folder.relative_to(top) for top in tops if folder.is_relative_to(top)]
+    return [name for name in names if not _is_hidden(name)]
+
+
+def _says_another_split(link: Path, names: Sequence[Path]) -> bool:
+    """Whether ``link`` says a split and none of ``names`` the same one: that is what it is there for."""
+    split = worded_split(link.as_posix())
+    return split is not None and all(worded_split(name.as_posix()) != split for name in names)
 
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:

@@ -50,3 +50,8 @@ def worded_split(name: str) -> str | None:
     """The split that words in ``name`` say; None where there are none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((split for split, known in _SPLIT_WORDS.items() if any(word in words for word in known)), None)
+
+
+def says_split(name: str) -> bool:
+    """Whether ``name`` says a split, as that of a shard or by its words."""
+    return _SHARD_NAME.search(name) is not None or worded_split(name) is not None
