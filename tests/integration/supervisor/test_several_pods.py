@@ -240,6 +240,22 @@ def test_a_pod_that_is_stopped_does_not_use_up_its_grace_time_to_say_goodbye(gro
     assert "the workers had not left after 4 s and were killed" in second.termination.message
 
 
+def test_a_pod_with_the_shortest_grace_time_says_what_became_of_its_workers(group: Group) -> None:
+    # Given workers that hang, of which one pod is asked to stop
+    group.nodes, group.steps, group.lost_after = 2, 10_000, 3600.0
+    group.run_policy = {"terminationGracePeriodSeconds": 5}
+    group.faults = [{"rank": 1, "start": 1, "step": 2, "do": "hang"}]
+    first, second = group.start_all()
+    first.wait_for_step(2)
+    second.signal(signal.SIGTERM)
+
+    # Then index 0 hears of their end from it, and does not have to miss it
+    assert second.wait() == 30
+    wait_for(lambda: bool(first.progress.incidents), first)
+    (incident,) = first.progress.incidents
+    assert (incident.failure, incident.disruption) == (FailureClass.INTERRUPTED, True)
+
+
 def test_index_0_that_trains_with_a_lost_pod_leaves_when_it_is_asked_to(group: Group) -> None:
     group.nodes = 2
     group.steps = 10_000

@@ -48,6 +48,9 @@ DRAIN_SECONDS = 0.5
 """The last lines of workers come before whatever follows them, unless nobody reads our output."""
 GONE_SECONDS = 2 * EXCHANGE_SECONDS
 """An index 0 that has not answered for so long, while all are asked to stop and none trains yet, has left."""
+HURRIED_GOODBYE_SECONDS = 0.5
+"""What became of the workers is told even where they have used up the grace period: an index 0 that is there answers
+at once."""
 KEEPING_SECONDS = 20.0
 """The end of a pod waits so long for what is kept of workers that hung."""
 LAST_SIGN_SECONDS = 10.0
@@ -426,7 +429,8 @@ class Node:
 
     async def _leave(self) -> None:
         if self._link is not None:
-            await self._link.say_goodbye(self._report(), min(GOODBYE_SECONDS, self._keeping_seconds()))
+            seconds = min(GOODBYE_SECONDS, max(HURRIED_GOODBYE_SECONDS, self._keeping_seconds()))
+            await self._link.say_goodbye(self._report(), seconds)
         elif self._order is not None and self._order.kind is OrderKind.EXIT and self._coordinator is not None:
             while self._keeping_seconds() and not self._coordinator.everyone_told(
                 stopping=self._stop_since is not None
