@@ -144,6 +144,12 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
             "test_sft",
             ["test_sft-00000-of-00001.jsonl"],
         ),
+        (
+            ("train/part-00000-of-00001.jsonl", "test/part-00000-of-00001.jsonl"),
+            None,
+            ["train/part-00000-of-00001.jsonl"],
+        ),
+        (("chats-00000-of-00001.jsonl",), None, ["chats-00000-of-00001.jsonl"]),
         (("1.jsonl", "2.jsonl"), "train", ["1.jsonl", "2.jsonl"]),
         (("only-test.jsonl",), None, ["only-test.jsonl"]),
     ],

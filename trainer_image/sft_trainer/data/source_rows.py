@@ -17,7 +17,7 @@ from .csv_files import DELIMITERS, open_csv
 from .json_arrays import open_json
 from .packed import CODECS, is_packed, suffix_of, with_packed
 from .readers import Reader, Row, open_arrow, open_parquet
-from .splits import choose, group_by_split, says_split, worded_split
+from .splits import choose, group_by_split, worded_split
 from .text_rows import open_lines
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _files_below(
             if own and not _says_another_split(called, own):
                 continue
             for file in _files_below(entry, called, above, hidden=hides):
-                if not (own and says_split(file.relative_to(entry).as_posix())):
+                if not (own and worded_split(file.relative_to(entry).as_posix())):
                     yield file
         elif entry.is_file():
             yield entry

@@ -1,7 +1,7 @@
 """Which files make up a split, and which splits a source means, without any I/O.
 
 ``train-00000-of-00002.parquet`` names its split, otherwise the words train, test, validation … in a file's name or
-folder do, otherwise everything is ``train``.
+folder do (also of ``test/part-00000-of-00002.parquet``), otherwise everything is ``train``.
 """
 
 import re
@@ -39,7 +39,9 @@ def group_by_split(names: Sequence[str]) -> Mapping[str, list[str]]:
     """File names (paths with ``/``) by the split that they belong to; files of no split beside others are left out."""
     shards = {name: match["split"] for name in names if (match := _SHARD_NAME.search(name))}
     worded = {name: split for name in names if (split := worded_split(name))}
-    chosen = shards if len(shards) == len(names) else worded or dict.fromkeys(names, "train")
+    # Many writers call all their shards part or data: then it is the folders that say the split, where any does.
+    by_shard = len(shards) == len(names) and (not worded or any(map(worded_split, shards.values())))
+    chosen = shards if by_shard else worded or dict.fromkeys(names, "train")
     splits: dict[str, list[str]] = {}
     for name, split in chosen.items():
         splits.setdefault(split, []).append(name)
@@ -50,8 +52,3 @@ def worded_split(name: str) -> str | None:
     """The split that words in ``name`` say; None where there are none."""
     words = re.split(r"[^a-z]+", name.lower())
     return next((split for split, known in _SPLIT_WORDS.items() if any(word in words for word in known)), None)
-
-
-def says_split(name: str) -> bool:
-    """Whether ``name`` says a split, as that of a shard or by its words."""
-    return _SHARD_NAME.search(name) is not None or worded_split(name) is not None
