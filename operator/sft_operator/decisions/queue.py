@@ -285,15 +285,22 @@ def stays_deactivated(previous: SFTJobStatus, observed: Observed) -> Problem | N
         return None
     if queueing is not None and (queueing.workload is not None or _late(queueing)):
         return None
-    return Problem(DEACTIVATED, next(item.message for item in previous.conditions if item.type == "Running"), True)
+    return Problem(DEACTIVATED, f"{_told_why(previous)}{_SET_ACTIVE}{_SAVING if observed.active_pods else ''}", True)
 
 
 def left_deactivated_words(previous: SFTJobStatus) -> str:
     """Why no Job is made, in the words that stood there while there was one, and what to do about it."""
+    return f"{_told_why(previous)}{_RESUME}"
+
+
+def _told_why(previous: SFTJobStatus) -> str:
+    """Why it was deactivated, without advice and what was told behind that, which is told anew where it holds still."""
     told = next((item.message for item in previous.conditions if item.type == "Running"), "")
     for advice in (_SET_ACTIVE, _RESUME):
-        told = told.partition(advice)[0]
-    return f"{told}{_RESUME}"
+        why, found, _ = told.partition(advice)
+        if found:
+            return why
+    return "its Workload was deactivated"  # what its Job was refused meanwhile stands there instead
 
 
 def _is_more_than_there_is(reserved: Condition) -> bool:

@@ -20,7 +20,7 @@ from sft_operator.decisions.queue import (
     workload_patch,
 )
 from sft_operator.decisions.status import compute_status
-from sft_operator.picture.observed import Observed, Pod
+from sft_operator.picture.observed import Observed, Pod, Refusal
 from sft_operator.picture.workload import Queueing, Workload
 from tests.unit.operator.make import (
     NOW,
@@ -567,6 +567,25 @@ def test_that_a_workload_was_deactivated_is_not_taken_back_because_it_went_with_
 
     assert (later.state, stalled_by(later), later.message) == (told.state, "Deactivated", told.message)
     assert not plan_changes(job, later, Observed(), TRAINS).create
+
+
+def test_what_is_told_still_of_a_workload_that_was_deactivated_is_told_once_and_no_longer_than_it_holds() -> None:
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    saving = running(job=child, pods=(make_pod(0, deletion=-5),), queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(job, RUNNING, saving, NOW)
+    why = "Workload job-tulu: deactivated due to its retries; it competes again when its spec.active is set to true"
+    assert told.message == f"{why}; the pods save their state"
+
+    rests = replace(saving, pods=(), queueing=make_queueing(), unreadable=("pod x cannot be read",))
+    for _ in range(3):
+        told = compute_status(job, told, rests, NOW)
+        assert told.message == f"{why}; pod x cannot be read"
+
+    refused = replace(rests, refusal=Refusal("Job", 403, "denied by policy", NOW))
+    told = compute_status(job, told, refused, NOW)
+    assert "denied by policy" in told.message
+    told = compute_status(job, told, Observed(), NOW)
+    assert told.message.startswith("its Workload was deactivated; its Job was deleted since")
 
 
 def stalled_by(status: SFTJobStatus) -> str:
