@@ -283,9 +283,14 @@ def stays_deactivated(previous: SFTJobStatus, observed: Observed) -> Problem | N
     child, queueing = observed.job, observed.queueing
     if child is None or child.queue is None or not is_left_deactivated(previous):
         return None
+    silence = ""
     if queueing is not None and (queueing.workload is not None or _late(queueing)):
-        return None
-    return Problem(DEACTIVATED, f"{_told_why(previous)}{_SET_ACTIVE}{_SAVING if observed.active_pods else ''}", True)
+        if not queueing.problem:
+            return None
+        # However long it is silent: once it is back it may delete the Job before it is asked.
+        silence = f"; Kueue does not answer: {queueing.problem}"
+    saving = _SAVING if observed.active_pods else ""
+    return Problem(DEACTIVATED, f"{_told_why(previous)}{_SET_ACTIVE}{saving}{silence}", True)
 
 
 def left_deactivated_words(previous: SFTJobStatus) -> str:

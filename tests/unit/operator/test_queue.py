@@ -588,6 +588,21 @@ def test_what_is_told_still_of_a_workload_that_was_deactivated_is_told_once_and_
     assert told.message.startswith("its Workload was deactivated; its Job was deleted since")
 
 
+def test_that_a_workload_was_deactivated_is_known_still_after_kueue_was_away_for_long() -> None:
+    """Once it is back it may delete the Job at once."""
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    stopped = running(job=child, pods=(), queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(job, RUNNING, stopped, NOW)
+
+    for _ in range(2):
+        away = replace(stopped, queueing=make_queueing(seen_for=60, problem="conversion webhook failed"))
+        told = compute_status(job, told, away, NOW)
+
+    assert stalled_by(told) == "Deactivated"
+    assert told.message.endswith("is set to true; Kueue does not answer: conversion webhook failed")
+    assert not plan_changes(job, told, Observed(), TRAINS).create
+
+
 def stalled_by(status: SFTJobStatus) -> str:
     return next(item.reason for item in status.conditions if item.type == "Stalled" and item.status == "True")
 
