@@ -281,8 +281,10 @@ def stays_deactivated(previous: SFTJobStatus, observed: Observed) -> Problem | N
     """What is told still of a Workload that was deactivated while nothing is known of it: it goes with its Job, and
     that may be seen before the end of the Job is."""
     child, queueing = observed.job, observed.queueing
-    if child is None or child.queue is None or not is_left_deactivated(previous):
+    if child is None or not is_left_deactivated(previous):
         return None
+    if child.queue is None and child.suspended_by_us:
+        return None  # it has left its queue
     silence = ""
     if queueing is not None and (queueing.workload is not None or _late(queueing)):
         if not queueing.problem:

@@ -603,6 +603,19 @@ def test_that_a_workload_was_deactivated_is_known_still_after_kueue_was_away_for
     assert not plan_changes(job, told, Observed(), TRAINS).create
 
 
+def test_of_a_job_that_names_no_queue_it_is_known_too_that_its_workload_was_deactivated() -> None:
+    """As where Kueue manages Jobs without a queue name; one that has left its queue goes on."""
+    stopped = running(job=make_child(suspend=True), pods=(), queueing=make_queueing(workload=DEACTIVATED))
+    told = compute_status(make_job(), RUNNING, stopped, NOW)
+
+    later = compute_status(make_job(), told, replace(stopped, queueing=make_queueing()), NOW)
+    assert (stalled_by(later), later.message) == ("Deactivated", told.message)
+    assert not plan_changes(make_job(), later, Observed(), TRAINS).create
+
+    left = replace(stopped, job=make_child(suspend=True, marked=True), queueing=make_queueing())
+    assert compute_status(make_job(), told, left, NOW).message == "the Job is being resumed"
+
+
 def stalled_by(status: SFTJobStatus) -> str:
     return next(item.reason for item in status.conditions if item.type == "Stalled" and item.status == "True")
 
