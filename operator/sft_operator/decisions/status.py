@@ -23,7 +23,7 @@ from .avoidance import avoided_of
 from .changes import is_finished
 from .goodput import account_pods
 from .gpu_memory import memory_warnings, plan_of
-from .queue import HELD_BACK
+from .queue import HELD_BACK, is_left_deactivated
 from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
 from .silence import OUT_OF_SIGHT
@@ -217,6 +217,9 @@ def refused_status(
         _condition(previous, kind, kind == "Failed", reason, message, job_generation, now)
         for kind in ("Running", "Suspended", "Complete", "Failed", "Reconciling")
     ]
+    if is_left_deactivated(previous):
+        # Else it would be made again once its spec can be run.
+        others[0] = next(item for item in previous.conditions if item.type == "Running")
     return previous.model_copy(
         update={
             "state": "Failed",

@@ -19,7 +19,7 @@ from sft_operator.decisions.queue import (
     wants_stop,
     workload_patch,
 )
-from sft_operator.decisions.status import compute_status
+from sft_operator.decisions.status import compute_status, refused_status
 from sft_operator.picture.observed import Observed, Pod, Refusal
 from sft_operator.picture.workload import Queueing, Workload
 from tests.unit.operator.make import (
@@ -614,6 +614,19 @@ def test_of_a_job_that_names_no_queue_it_is_known_too_that_its_workload_was_deac
 
     left = replace(stopped, job=make_child(suspend=True, marked=True), queueing=make_queueing())
     assert compute_status(make_job(), told, left, NOW).message == "the Job is being resumed"
+
+
+def test_a_job_that_stays_gone_does_so_too_after_its_spec_could_not_be_run_for_a_while() -> None:
+    """As by an operator of another version, or with other settings."""
+    job, child = make_job(labels={QUEUE: "gpus"}), make_child(suspend=True, **QUEUED)
+    stopped = running(job=child, pods=(), queueing=make_queueing(workload=DEACTIVATED))
+    gone = compute_status(job, compute_status(job, RUNNING, stopped, NOW), Observed(), NOW)
+
+    refused = refused_status(1, gone, "PlaceNotRemovable", "name another place", NOW)
+    assert (refused.message, stalled_by(refused)) == ("name another place", "PlaceNotRemovable")
+
+    assert not plan_changes(job, refused, Observed(), TRAINS).create
+    assert compute_status(job, refused, Observed(), NOW).message == gone.message
 
 
 def stalled_by(status: SFTJobStatus) -> str:
