@@ -358,7 +358,9 @@ class _Place:
         """Key and id of uploads below ``prefix``."""
         whole = f"{self._root}{prefix}"
         found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=whole, MaxUploads=BATCH)
-        return [(one["Key"].removeprefix(self._root), one["UploadId"]) for one in found.get("Uploads") or ()]
+        # Whatever a server takes a prefix for.
+        below = [one for one in found.get("Uploads") or () if one["Key"].startswith(whole)]
+        return [(one["Key"].removeprefix(self._root), one["UploadId"]) for one in below]
 
 
 def _status(error: Any) -> int:
