@@ -32,6 +32,11 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def has_all_characters() -> bool:
+    """Whether standard output has every character. Else documents bring escapes of their own, which read them back."""
+    return (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+
+
 def harmless(text: str, stream: TextIO) -> str:
     """``text`` as it is written to ``stream``: what a terminal would obey and not show is shown, but for colours.
 

@@ -17,7 +17,7 @@ from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import TrainingError
 from sft_trainer.fetch import localise
 
-from .console import coloured, result, say
+from .console import coloured, has_all_characters, result, say
 from .errors import UserError
 from .local import data_out_of_reach
 from .words import counted
@@ -68,7 +68,7 @@ def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, 
         say(f"Warning: {warning}", fg="yellow")
     previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))
     if output == "jsonl":
-        for line in to_jsonl(previews):
+        for line in to_jsonl(previews, ensure_ascii=not has_all_characters()):
             result(line)
         return
     result(f"{source.uri}: {counted(len(opened), 'row')}, format {settings.row_format}", bold=True)

@@ -24,7 +24,7 @@ from sft_api.times import timestamp
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import RestartsStatus, SFTJobStatus
 
-from .console import result, say
+from .console import has_all_characters, result, say
 from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
@@ -364,7 +364,7 @@ def _print_status(status: SFTJobStatus, output: str) -> None:
     if output == "json":
         result(json.dumps(document, indent=2))
     else:
-        result(yaml.safe_dump(document, sort_keys=False, allow_unicode=True).rstrip())
+        result(yaml.safe_dump(document, sort_keys=False, allow_unicode=has_all_characters()).rstrip())
 
 
 def _without_empty(value: Any) -> Any:

@@ -159,6 +159,18 @@ def test_rows_for_machines(job: Path) -> None:
     assert all(len(row["input_ids"]) == len(row["loss_mask"]) > sum(row["loss_mask"]) > 0 for row in rows)
 
 
+def test_rows_for_machines_are_json_also_where_the_locale_lacks_their_characters(tiny_inputs: Any, job: Path) -> None:
+    rows = job.with_name("rows.jsonl")
+    turns = [{"role": "user", "content": "Ünd?"}, {"role": "assistant", "content": "\N{GRINNING FACE}"}]
+    rows.write_text(json.dumps({"messages": turns}))
+    job.write_text(job.read_text().replace(str(tiny_inputs.train), str(rows)))
+
+    shown = CliRunner(charset="latin-1").invoke(cli, ["data", str(job), "--output", "jsonl"])
+
+    assert shown.exit_code == 0, shown.stderr
+    assert "\N{GRINNING FACE}" in json.loads(shown.stdout)["text"]
+
+
 def test_rows_that_cannot_be_read_are_an_error_of_their_class(tiny_inputs: Any, job: Path) -> None:
     odd = job.with_name("odd.jsonl")
     odd.write_text('{"turns": []}\n')

@@ -139,7 +139,7 @@ def _verdict(example: Example, settings: Settings) -> tuple[str, NDArray[np.uint
     return f"dropped: {why}", np.zeros_like(example.mask)
 
 
-def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:
+def to_jsonl(previews: Iterable[Preview], *, ensure_ascii: bool = False) -> Iterator[str]:
     """One JSON object per row (without line end): text, input_ids and loss_mask."""
     for preview in previews:
         yield json.dumps(
@@ -148,7 +148,7 @@ def to_jsonl(previews: Iterable[Preview]) -> Iterator[str]:
                 "input_ids": [token.token_id for token in preview.tokens],
                 "loss_mask": [int(token.trained) for token in preview.tokens],
             },
-            ensure_ascii=False,
+            ensure_ascii=ensure_ascii,
         )
 
 
