@@ -26,6 +26,8 @@ _BASES = (16, 2, 8, 10)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
 _MOST_DIGITS = 1000
 """Of numbers that are read as whole ones."""
+_MOST_LEVELS = 250
+"""Of JSON, which is read to any depth almost, and then walked by functions that call themselves."""
 _LARGEST_WRITTEN_OUT = 1e21
 """Go's JSON writes whole floats below this without a point or exponent: they come back as integers."""
 
@@ -52,7 +54,9 @@ def read_documents(text: str) -> list[Any]:
 def _documents(text: str) -> list[Any]:
     if text.lstrip().startswith("{"):
         try:
-            return [json.loads(text, object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)]
+            document = json.loads(text, object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)
+            _check_levels(document)
+            return [document]
         except json.JSONDecodeError:
             pass  # YAML in flow style looks like JSON at its start
     try:
@@ -82,6 +86,19 @@ def plain_scalar(text: str) -> bool | int | float | str | None:
     if _FLOAT.fullmatch(digits) and math.isfinite(number := float(digits)):
         return number
     return text
+
+
+def _check_levels(document: Any) -> None:
+    level = [document]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            item
+            for each in level
+            if isinstance(each, dict | list)
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    if level:
+        raise RecursionError
 
 
 def _json_number(text: str) -> int | float:

@@ -126,6 +126,7 @@ def test_numbers_of_very_many_digits_are_read_as_anything_else_that_is_no_whole_
         ("a: !!int x", "line 1: cannot read 'x' as !!int"),
         ("a: " + "[" * 2000, "too deeply"),
         ('{"a": ' + "[" * 200_000, "too deeply"),
+        ('{"a": ' + "[" * 900 + "]" * 900 + "}", "too deeply"),
         ("a: \x00", "special characters are not allowed"),
     ],
 )
