@@ -154,7 +154,7 @@ def what_is_written_is_what_was_meant(life: Life, before: SFTJobStatus, after: S
     if any(item.reason == "OperatorError" for item in after.conditions):
         return None  # what could not be written stands there in part
     shown = life.operator.picture.memory(KEY).shown
-    if shown is None or shown.document is not life.status:
+    if shown is None or shown.document != life.status:
         return None  # it was written, and nobody was told so
     return not shown.is_whole and "it is another one"
 
