@@ -62,7 +62,7 @@ class ProgressClient:
         """``url``: see ``Settings.progress_url``."""
         self._url = url
         self._limit = asyncio.Semaphore(concurrency)
-        self._limit_of_slow = asyncio.Semaphore(max(1, concurrency // 4))
+        self._limit_of_slow = asyncio.Semaphore(max(1, concurrency // 2))
         self._slow: OrderedDict[tuple[str, str], None] = OrderedDict()
         """Pods as below: a node that is away, or a tenant whose pods answer just before they had to."""
         self._heard: OrderedDict[tuple[str, str], _Heard] = OrderedDict()
