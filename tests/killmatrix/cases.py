@@ -97,11 +97,11 @@ class Case:
     """A folder with a manifest and without its files may be left: nothing loads it."""
 
 
-def killed_at(whom: str, method: str, path: str, *, after: bool = False, skip: int = 0) -> Play:
+def killed_at(whom: str, method: str, path: str, *, after: bool = False) -> Play:
     """Killed while a request is on its way, or (``after``) its answer."""
 
     def play(scene: Scene) -> None:
-        hold = scene.stage.proxy.add(Hold(method, path, after=after, skip=skip))
+        hold = scene.stage.proxy.add(Hold(method, path, after=after))
         scene.go()
         scene.until(hold.held, f"{method} {path}")
         scene.kill(whom)
@@ -109,14 +109,32 @@ def killed_at(whom: str, method: str, path: str, *, after: bool = False, skip: i
     return play
 
 
-def killed_at_final(whom: str, *, after: bool) -> Play:
-    """Killed at the manifest of the last checkpoint: that of the one before may still be on its way."""
+def killed_at_commit(whom: str, *, after: bool) -> Play:
+    """Killed at the manifest of the checkpoint that is saved: that of the one before may still be on its way."""
 
     def play(scene: Scene) -> None:
-        of_the_last = rf"/checkpoints/step-{scene.step:08d}-[^/]+/manifest\.json$"
-        killed_at(whom, "PUT", of_the_last, after=after)(scene)
+        killed_at(whom, "PUT", _manifest_of(scene.step), after=after)(scene)
 
     return play
+
+
+def killed_once_saved(whom: str, method: str, path: str, *, after: bool = False) -> Play:
+    """Killed at a request that follows the manifest: the same one for the save before may still be on its way."""
+
+    def play(scene: Scene) -> None:
+        committed = scene.stage.proxy.add(Hold("PUT", _manifest_of(scene.step), after=True))
+        scene.go()
+        scene.until(committed.held, f"the manifest of step {scene.step}")
+        hold = scene.stage.proxy.add(Hold(method, path, after=after))
+        committed.let_go()
+        scene.until(hold.held, f"{method} {path}")
+        scene.kill(whom)
+
+    return play
+
+
+def _manifest_of(step: int) -> str:
+    return rf"/checkpoints/step-{step:08d}-[^/]+/manifest\.json$"
 
 
 def killed_while_loading(whom: str, method: str, path: str, *, after: bool = False) -> Play:
@@ -296,12 +314,13 @@ def _kills() -> list[Case]:
     cases = []
     for whom in WHOM:
         shard = SHARD.replace(r"r\d+", "r0*1" if whom == "rank1" else "r0+")
+        pruning = killed_once_saved(whom, "DELETE", MANIFEST, after=True)
         cases += [
             Case(f"kill-{whom}-staging", killed_while_staging(whom), attempts=1),
             Case(f"kill-{whom}-upload", killed_at(whom, "PUT", shard), attempts=1),
-            Case(f"kill-{whom}-commit", killed_at(whom, "PUT", MANIFEST), attempts=1),
-            Case(f"kill-{whom}-committed", killed_at(whom, "PUT", MANIFEST, after=True), attempts=1, commits=True),
-            Case(f"kill-{whom}-prune", killed_at(whom, "DELETE", MANIFEST, after=True), attempts=1, commits=True),
+            Case(f"kill-{whom}-commit", killed_at_commit(whom, after=False), attempts=1),
+            Case(f"kill-{whom}-committed", killed_at_commit(whom, after=True), attempts=1, commits=True),
+            Case(f"kill-{whom}-prune", pruning, attempts=1, commits=True),
             Case(f"kill-{whom}-load", killed_while_loading(whom, "GET", shard), attempts=2),
             Case(f"kill-{whom}-evaluate", killed_while_evaluating(whom), attempts=1),
             Case(f"kill-{whom}-export", killed_at(whom, "PUT", _MODEL), when="end", attempts=1, needs_no_weights=True),
@@ -311,13 +330,14 @@ def _kills() -> list[Case]:
 
 def _more_kills() -> list[Case]:
     def at(name: str, whom: str, method: str, path: str, *, after: bool = False, commits: bool = False) -> Case:
-        return Case(name, killed_at(whom, method, path, after=after), attempts=1, commits=commits)
+        play = killed_once_saved if commits else killed_at
+        return Case(name, play(whom, method, path, after=after), attempts=1, commits=commits)
 
     def at_end(name: str, whom: str, method: str, path: str, *, after: bool = False) -> Case:
         return Case(name, killed_at(whom, method, path, after=after), when="end", attempts=1)
 
     def at_final(name: str, whom: str, *, after: bool) -> Case:
-        return Case(name, killed_at_final(whom, after=after), when="final", attempts=1, commits=after)
+        return Case(name, killed_at_commit(whom, after=after), when="final", attempts=1, commits=after)
 
     return [
         at("kill-uploaded", "rank1", "PUT", SHARD, after=True),
