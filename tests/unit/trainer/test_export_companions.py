@@ -1,5 +1,6 @@
 """Beside the weights: generation that stops where training taught it to, and a card that says what is known."""
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -59,7 +60,7 @@ def test_a_tokenizer_with_several_chat_templates_has_all_of_them_in_the_export(
     tmp_path: Path, source: Path, steps: Any
 ) -> None:
     # As Hermes and Command R have them, which transformers writes into a folder beside the default one
-    tokenizer = chat_tokenizer("chatml")
+    tokenizer = copy.deepcopy(chat_tokenizer("chatml"))  # that one is every test's
     templates = {"default": tokenizer.chat_template, "tool_use": "{# tools #}" + tokenizer.chat_template}
     tokenizer.chat_template = templates
     store, (_, manifest) = steps
