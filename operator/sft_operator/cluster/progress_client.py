@@ -31,7 +31,9 @@ _WARNING_CHARACTERS = 1000
 _SECONDS = 4.0
 _CONNECT_SECONDS = 2.0
 _SLOW_SECONDS = 1.0
+"""A pod whose last answer took longer, or did not come, is a slow one."""
 _MOST_SLOW_PODS = 10_000
+"""Known at a time, so that those that have gone are forgotten."""
 KEPT_PODS = 500
 """Connections that stay open: to the pods that were asked last. Where more are asked in turn, none would be used
 again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import selectors
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
@@ -109,7 +110,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Machine:
+class Machine(ABC):
     """What one supervisor finds around it: its processes, signals, and its own, which may be stopped for a while."""
 
     def __init__(self, story: Story) -> None:
@@ -139,13 +140,13 @@ class Machine:
         for callback, arguments, context in held:
             asyncio.get_running_loop().call_soon(callback, *arguments, context=context)
 
+    @abstractmethod
     def start(self, environment: Mapping[str, str]) -> int:
         """Start a worker; its pid."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def ask(self, request: Request) -> Response:
         """What the supervisor with the name of index 0 answers to this one."""
-        raise NotImplementedError
 
     def reap(self) -> dict[int, int]:
         ended = {
