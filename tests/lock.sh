@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Recomputes requirements/*.txt: exact versions with hashes, no download addresses.
+# Recomputes requirements/*.txt: exact versions with hashes, no download addresses. What requirements/without.in names
+# is wanted by a package, and by nothing that is used of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-compile() { .venv/bin/uv pip compile --quiet --generate-hashes --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_28 "$@"; }
+compile() { .venv/bin/uv pip compile --quiet --generate-hashes --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override requirements/without.in "$@"; }
 echo uv | compile - -o requirements/uv.txt
 compile pyproject.toml --extra operator --extra trainer --extra megatron --extra cli --extra dev --extra parity -o requirements/dev.txt
 for extra in operator trainer; do compile pyproject.toml --extra "$extra" -c requirements/dev.txt -o "requirements/$extra.txt"; done

@@ -51,6 +51,7 @@ _NEEDED = {
 }
 """Modules without which nothing runs, and the packages they come in."""
 _PRELOADED = (
+    "sft_trainer.models",  # before transformers, from which it hides what would make that start CUDA
     "torch._dynamo",
     "transformers.modeling_utils",
     "transformers.models.auto.modeling_auto",
@@ -175,7 +176,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
     """By their names: those of parts, the inputs first, and those of whole runs."""
     import torch
 
-    from . import estimate, fused_blocks, fused_losses, kernels, megatron, runs, steps
+    from . import estimate, flash, fused_blocks, fused_losses, kernels, megatron, runs, steps
     from .inputs import make_small_inputs
 
     # Naming a device does not start CUDA in this process, which is forked.
@@ -187,6 +188,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
             ("device", kernels.device_facts),
             ("attention", kernels.attention),
             ("explicit_attention", kernels.explicit_attention),
+            ("flash_attention", flash.flash_attention),
             ("loss", kernels.loss),
             ("fused_losses", fused_losses.fused_losses),
             ("fused_blocks", fused_blocks.fused_blocks),

@@ -110,6 +110,10 @@ class _Causal(torch.nn.Module):
     is_causal = True
 
 
+CAUSAL = _Causal()
+"""What asks for attention."""
+
+
 def attention(device: Device) -> dict[str, Figure]:
     """The registered attention, output and gradients, in the precision of training and in fp32, against double.
 
@@ -133,7 +137,7 @@ def attention(device: Device) -> dict[str, Figure]:
             upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, dtype)
             scale = size**-0.5
             output, _ = document_attention(
-                _Causal(),
+                CAUSAL,
                 query,
                 key,
                 value,
@@ -176,7 +180,7 @@ def explicit_attention(device: Device) -> dict[str, Figure]:
         upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, torch.bfloat16)
         scale = size**-0.5
         output, _ = document_attention(
-            _Causal(),
+            CAUSAL,
             ours[0],
             ours[1],
             ours[2],

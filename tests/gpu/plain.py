@@ -122,6 +122,14 @@ def fastest(counts: Sequence[int], seconds_with: Callable[[int], float]) -> int:
     return min(seconds, key=seconds.__getitem__)
 
 
+def _has_flash_attention_2() -> bool:
+    """FlashAttention 4 has a package of the same name."""
+    try:
+        return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 class _Loop:
     """Model, optimizer and packed rows."""
 
@@ -130,7 +138,7 @@ class _Loop:
 
         self.settings, self.device = settings, torch.device(settings.device)
         self.on_gpu = self.device.type == "cuda"
-        has_flash = self.on_gpu and importlib.util.find_spec("flash_attn") is not None
+        has_flash = self.on_gpu and _has_flash_attention_2()
         self._boundaries = has_flash and settings.packed
         self.attention = "flash_attention_2" if has_flash else "sdpa"
         dtype = torch.bfloat16 if settings.rank and self.on_gpu else torch.float32

@@ -49,9 +49,10 @@ def test_everything_that_a_cpu_can_run_is_ok() -> None:
     assert run.returncode == 0, said + problems
     figures = figures_of(said)
     checks = {name: value for name, value in figures.items() if name.startswith("check_")}
-    assert {checks.pop(f"check_{name}") for name in ("flight_recorder", "monitor", "memory", "out_of_memory")} == {
-        "skipped=cpu"
-    }
+    assert {
+        checks.pop(f"check_{name}")
+        for name in ("flash_attention", "flight_recorder", "monitor", "memory", "out_of_memory")
+    } == {"skipped=cpu"}
     assert set(checks.values()) == {"ok"}
     assert float(figures["bf16_gradient_cosine"]) > 0.99
     assert float(figures["small_ratio_to_plain"]) > 0

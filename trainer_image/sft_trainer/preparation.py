@@ -26,6 +26,7 @@ from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError, ModelError
 from .fetch import localise
+from .models.attention_choice import choose_attention
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
@@ -77,6 +78,11 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
             "adapters of other layers that are called so: name them in lora.excludeModules, or set export.mergeAdapter"
         )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
+    attention = choose_attention(model.huggingface, device, computed)
+    if attention.used:
+        reporter.say("FlashAttention 4 computes %s", attention.used)
+    if attention.not_used:
+        reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
     return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
 

@@ -6,8 +6,10 @@ told by the signature of what is called, never by the number of a version: a mac
 """
 
 import http.client
+import importlib.metadata
 import inspect
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -24,6 +26,8 @@ SLOW_IMPORTS = ("torch._dynamo",)
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _REMEMBERED_ALLOCATIONS = 200_000
 """Some hundred bytes of host memory each; a step of an 8B model makes some 20,000."""
+
+_FLASH_ATTENTION = "flash_attn"
 
 _KNOW_GROUPS: dict[Any, bool] = {}
 """Whether a kernel has an argument for fewer heads of keys than of queries: torch 2.11's has none, and takes them."""
@@ -68,6 +72,110 @@ def look_at_attention() -> None:
     from torch.nn.attention.varlen import varlen_attn
 
     _knows_groups(varlen_attn)
+
+
+def hide_flash_attention_4() -> None:
+    """Have transformers not find the package flash-attn-4: where it does, its import asks CUDA whether there is a GPU,
+    which starts it, and no process can be forked from one with CUDA."""
+    sys.modules.setdefault(_FLASH_ATTENTION, None)  # type: ignore[arg-type]
+
+
+def find_flash_attention_4() -> bool:
+    """Whether the package flash-attn-4 is there, and have it found from here on. Older ones of that name are others."""
+    if sys.modules.get(_FLASH_ATTENTION, ...) is None:
+        del sys.modules[_FLASH_ATTENTION]
+    try:
+        importlib.metadata.distribution("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def flash_attention_4(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    sinks: "torch.Tensor | None",
+    ends: "torch.Tensor",
+    longest: int,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    output: "torch.Tensor",
+    logarithms: "torch.Tensor",
+) -> None:
+    """Causal attention within documents by the package flash-attn-4, into ``output`` and ``logarithms``.
+
+    See ``sft_trainer.models.flash_attention`` for what is given.
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    _flash_attn_fwd(
+        query,
+        key,
+        value,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=scale,
+        softcap=cap,
+        learnable_sink=sinks,
+        out=output,
+        lse=logarithms,
+        **_seen_by_flash_attention(window),
+    )
+
+
+def flash_attention_4_backward(
+    gradient: "torch.Tensor",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    sinks: "torch.Tensor | None",
+    output: "torch.Tensor",
+    logarithms: "torch.Tensor",
+    ends: "torch.Tensor",
+    longest: int,
+    scale: float,
+    window: int | None,
+    cap: float | None,
+    gradients: "Sequence[torch.Tensor]",
+) -> "torch.Tensor | None":
+    """Gradients of query, key and value, into ``gradients``, from that of the output of ``flash_attention_4``.
+
+    Returns that of ``sinks``.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    of_query, of_key, of_value = gradients
+    made = _flash_attn_bwd(
+        query,
+        key,
+        value,
+        output,
+        gradient,
+        logarithms,
+        softmax_scale=scale,
+        softcap=cap or 0.0,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        dq=of_query,
+        dk=of_key,
+        dv=of_value,
+        learnable_sink=sinks,
+        **_seen_by_flash_attention(window),
+    )
+    of_sinks: torch.Tensor | None = None if sinks is None else made[3]
+    return of_sinks
+
+
+def _seen_by_flash_attention(window: int | None) -> dict[str, Any]:
+    if window is None:
+        return {"causal": True}
+    return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def attention_on_cpu(
@@ -117,6 +225,7 @@ _ATTENTION_KERNELS = (
     "torch_attn._varlen_attn",
     "sft.document_attention",
     "sft.explicit_attention",
+    "sft.flash_attention",
 )
 
 

@@ -20,6 +20,7 @@ from sft_trainer.versions import variable_length_attention
 from .documents import attend, window_mask
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly
+from .flash_attention import attend_on_gpu, kind_of, serves
 from .windows import held
 
 IMPLEMENTATION = "sft_documents"
@@ -140,6 +141,9 @@ def document_attention(
             **arguments,
         )
         return by_tokens(output, shared_tokens), None
+    kind = kind_of(query, key, value, sliding_window, softcap, s_aux)
+    if not dropout and serves(query.device, query.dtype, kind):
+        return _on_gpu(query, key, value, s_aux, scaling, sliding_window, softcap, arguments), None
     if softcap is not None or s_aux is not None:
         if dropout:
             raise ModelError(
@@ -214,6 +218,30 @@ def _varlen(
         scale=scaling,
         # (left, right) neighbours a token sees; -1 is unlimited, 0 on the right is causal.
         window=(-1 if sliding_window is None else sliding_window - 1, 0),
+    )
+    return output.unsqueeze(0)
+
+
+def _on_gpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    arguments: dict[str, Any],
+) -> torch.Tensor:
+    output = attend_on_gpu(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        sinks,
+        arguments["cu_seq_lens_q"],
+        arguments["max_length_q"],
+        scaling,
+        sliding_window,
+        softcap,
     )
     return output.unsqueeze(0)
 

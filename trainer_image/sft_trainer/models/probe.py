@@ -19,6 +19,8 @@ from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
+from .flash_attention import Kind
+from .windows import held
 
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
@@ -29,6 +31,8 @@ _MOST_LAYERS = 4
 _MOST_PARAMETERS = 100_000_000
 _DOCUMENTS = (5, 7, 6)
 _FIRST = 3
+_LOOKED_AT = "sft_looked_at"
+"""Name under which transformers calls what only looks at attention."""
 _TOLERANCE = 1e-4
 """Of the largest output; rounding is 1e-6, what leaks from another document around 0.1."""
 
@@ -149,6 +153,36 @@ def _output(model: Any) -> torch.Tensor:
         **boundary_arguments(Boundaries.of(_DOCUMENTS).to(ids.device)),
     ).last_hidden_state
     return output
+
+
+def attention_of(model: Any) -> frozenset[Kind]:
+    """The kinds of attention in the layers of ``model`` (on the meta device), with as many heads for each of keys."""
+    from transformers import AttentionInterface
+
+    config, found = model.config, set[Kind]()
+    sharing = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+    def look(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **__: Any,
+    ) -> tuple[torch.Tensor, None]:
+        window = held(module) if sliding_window is None else sliding_window
+        found.add(Kind(sharing, query.shape[-1], value.shape[-1], window is not None, softcap, s_aux is not None))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    small = small_model(model)
+    AttentionInterface.register(_LOOKED_AT, look)
+    small.set_attn_implementation(_LOOKED_AT)
+    with torch.no_grad():
+        _output(small)
+    return frozenset(found)
 
 
 def _refuse_recurrent(model: Any, kind: str) -> None:

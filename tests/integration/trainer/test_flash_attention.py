@@ -1,0 +1,64 @@
+"""The package flash-attn-4 itself: its kernels are made without a GPU; and no import starts CUDA for it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_MAKE = """
+import json, sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from sft_trainer.models.flash_attention import _forward, _gradients
+from sft_trainer.versions import find_flash_attention_4
+size, sharing, window, cap, sinks = json.loads(sys.argv[1])
+assert find_flash_attention_4()
+made = dict(dtype=torch.bfloat16, device="cuda")
+with FakeTensorMode():
+    query = torch.empty(1024, 2 * sharing, size, **made)
+    key, value = torch.empty(2, 1024, 2, size, **made)
+    sink = torch.empty(2 * sharing, **made) if sinks else None
+    options = (torch.empty(5, dtype=torch.int32, device="cuda"), 512, 0.1, window, cap)
+    output, logarithms = _forward(query, key, value, sink, *options)
+    gradients = _gradients(torch.empty_like(output), query, key, value, sink, output, logarithms, *options)
+print(*(tuple(tensor.shape) for tensor in gradients))
+"""
+_IMPORT = """
+import importlib
+import torch
+torch.cuda.is_available = lambda: print("CUDA was asked")
+from sft_trainer.launch import WORKER_IMPORTS
+for name in WORKER_IMPORTS:
+    importlib.import_module(name)
+print("imported")
+"""
+
+
+def said_by(code: str, *arguments: str, **environment: str) -> str:
+    """What the program prints, without the warnings of others."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
+    done = subprocess.run(command, env=os.environ | paths | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "gradients"),
+    [
+        ("sm_90a", "[128, 2, null, null, false]", "(1024, 4, 128) (1024, 2, 128) (1024, 2, 128) (0,)"),
+        ("sm_90a", "[64, 8, 128, null, true]", "(1024, 16, 64) (1024, 2, 64) (1024, 2, 64) (16,)"),
+        ("sm_90a", "[256, 2, 128, 50.0, false]", "(1024, 4, 256) (1024, 2, 256) (1024, 2, 256) (0,)"),
+        ("sm_100a", "[64, 8, 128, null, true]", "(1024, 16, 64) (1024, 2, 64) (1024, 2, 64) (16,)"),
+    ],
+    ids=["Qwen3 on Hopper", "gpt-oss on Hopper", "Gemma 2 on Hopper", "gpt-oss on Blackwell"],
+)
+def test_it_makes_kernels_for_what_it_is_called_with(architecture: str, kind: str, gradients: str) -> None:
+    target = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": "132"}
+    assert said_by(_MAKE, kind, **target).splitlines()[-1] == gradients
+
+
+def test_what_a_worker_imports_does_not_ask_cuda_for_a_gpu_because_of_it() -> None:
+    # A process with CUDA cannot be forked.
+    assert said_by(_IMPORT) == "imported"

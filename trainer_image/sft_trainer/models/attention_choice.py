@@ -1,0 +1,139 @@
+"""Which kernels compute attention on this GPU: the fastest that are seen to be right for the heads of a model."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+
+from sft_trainer.errors import ConfigError
+from sft_trainer.versions import find_flash_attention_4
+
+from . import flash_attention
+from .attention import Boundaries, boundary_arguments, document_attention
+from .explicit_attention import attend_explicitly
+from .flash_attention import Kind
+from .probe import attention_of
+
+VARIABLE = "SFT_FLASH_ATTENTION"
+"""Of the environment: ``off`` leaves attention to torch's own kernels."""
+
+_GENERATIONS = (9, 10)
+"""First numbers of the capability of Hopper and Blackwell: FlashAttention 4 has no backward for older GPUs."""
+_DOCUMENTS = (300, 1, 129, 640)
+"""Of several blocks of any kernel, of a single token, of a block and a token."""
+_WINDOW = 150
+_KEYS = 2
+_LIMIT = 3e-2
+"""Of what is computed in bf16, relative to its length, from the same in fp32: usual are 0.1 to 0.5%."""
+
+
+class Chosen(NamedTuple):
+    """What ``choose_attention`` did, in words."""
+
+    used: str
+    """What FlashAttention 4 computes; empty for nothing."""
+    not_used: str
+    """What it does not although it is there and made for the GPU, and why; empty for nothing."""
+
+
+def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Chosen:
+    """Have attention of ``model`` (on the meta device), computed in ``dtype``, go by FlashAttention 4 where it can.
+
+    That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
+    random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
+    compute it, and computes something else.
+    """
+    flash_attention.use(())
+    there = find_flash_attention_4()
+    if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
+        return Chosen("", "")
+    wanted = there and os.environ.get(VARIABLE) != "off" and _is_made_for(device)
+    kinds, used, reasons = attention_of(model), set[Kind](), list[str]()
+    for kind in kinds if wanted else ():
+        try:
+            error = error_of(kind, device, by_flash=True)
+        except Exception as failed:  # kernels raise what they like
+            reasons.append(f"{kind.words} ({type(failed).__name__}: {' '.join(str(failed).split())[:300]})")
+            continue
+        if error <= _LIMIT:
+            used.add(kind)
+        else:
+            reasons.append(f"{kind.words} ({_wrong(error)})")
+    for kind in kinds - used:
+        if kind.has_kernel_of_torch:
+            _check_torch(kind, device)
+    flash_attention.use(used)
+    return Chosen("; ".join(sorted(kind.words for kind in used)), "; ".join(sorted(reasons)))
+
+
+def error_of(kind: Kind, device: torch.device, *, by_flash: bool) -> float:
+    """The largest error of output and gradients of ``kind`` on ``device`` relative to their lengths; NaN where any is
+    not finite. ``by_flash``: of FlashAttention 4, otherwise of what is used without it."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads = sum(_DOCUMENTS), _KEYS * kind.sharing
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(device, flash_attention.DTYPE)
+
+    inputs = [
+        drawn(1, heads, tokens, kind.size),
+        drawn(1, _KEYS, tokens, kind.size),
+        drawn(1, _KEYS, tokens, kind.value_size),
+        *([drawn(heads)] if kind.sinks else []),
+    ]
+    upstream = drawn(1, tokens, heads, kind.value_size)
+    boundaries, window = Boundaries.of(_DOCUMENTS).to(device), _WINDOW if kind.windowed else None
+
+    def seen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        return document_attention(
+            _CAUSAL,
+            query,
+            key,
+            value,
+            None,
+            sliding_window=window,
+            softcap=kind.cap,
+            s_aux=sinks[0] if sinks else None,
+            **boundary_arguments(boundaries),
+        )[0]
+
+    def right(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
+        given = sinks[0] if sinks else None
+        return attend_explicitly(query, key, value, given, boundaries.host_ends, None, window, kind.cap)
+
+    results = []
+    flash_attention.use((kind,) if by_flash else ())
+    for attend, computed in ((seen, flash_attention.DTYPE), (right, torch.float32)):
+        leaves = [tensor.to(computed, copy=True).requires_grad_() for tensor in inputs]
+        output = attend(*leaves)
+        results.append([output.detach(), *torch.autograd.grad(output, leaves, upstream.to(computed))])
+    flash_attention.use(())
+    errors = [(ours.float() - right).norm() / right.norm() for ours, right in zip(*results, strict=True)]
+    return float(torch.stack(errors).max())
+
+
+def _is_made_for(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in _GENERATIONS
+
+
+def _check_torch(kind: Kind, device: torch.device) -> None:
+    try:
+        error = error_of(kind, device, by_flash=False)
+    except Exception:
+        return
+    if not error <= _LIMIT:
+        raise ConfigError(
+            f"PyTorch {torch.__version__} computes attention on {torch.cuda.get_device_name(device)} wrongly "
+            f"({kind.words}: {_wrong(error)}): use an image with another PyTorch, or set training.precision: fp32"
+        )
+
+
+def _wrong(error: float) -> str:
+    return f"output or gradients are off by {error:.1g} of their length"
+
+
+class _Causal(torch.nn.Module):
+    is_causal = True
+
+
+_CAUSAL = _Causal()
