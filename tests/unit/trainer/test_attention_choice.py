@@ -146,7 +146,9 @@ def test_recomputation_keeps_its_output() -> None:
     assert torch.ops.sft.flash_attention.default in attention_kernels()
 
 
-def test_a_step_is_compiled_around_it(monkeypatch: pytest.MonkeyPatch, package: Package) -> None:
+@pytest.mark.parametrize("kind", [PLAIN, EVERYTHING])
+@pytest.mark.usefixtures("package")
+def test_a_step_is_compiled_around_it(kind: Kind) -> None:
     # Given a compiler that shows what it is given, and a kind that is used
     torch.compiler.reset()
     graphs = []
@@ -155,11 +157,12 @@ def test_a_step_is_compiled_around_it(monkeypatch: pytest.MonkeyPatch, package: 
         graphs.append(graph)
         return lambda *inputs: (next(each for each in inputs if getattr(each, "ndim", 0) == 4).transpose(1, 2),)
 
-    flash_attention.use([PLAIN])
-    (query, key, value, _), _ = inputs_of(PLAIN, (4, 5))
+    flash_attention.use([kind])
+    (query, key, value, sinks), _ = inputs_of(kind, (4, 5))
+    given = {"sliding_window": 6 if kind.windowed else None, "softcap": kind.cap, "s_aux": sinks}
 
     def attend(**boundaries: Any) -> torch.Tensor:
-        return document_attention(attention_choice._CAUSAL, query, key, value, None, **boundaries)[0]
+        return document_attention(attention_choice._CAUSAL, query, key, value, None, **given, **boundaries)[0]
 
     # When it is compiled as a whole, then it is one operator, and after two bounds of lengths one of any
     compiled = torch.compile(attend, fullgraph=True, backend=show)
@@ -185,7 +188,7 @@ def test_every_kind_of_a_model_that_it_computes_rightly_goes_by_it(
     package: Package, tmp_path: Path, kind: str, options: dict[str, Any], words: str
 ) -> None:
     told = chosen(tmp_path, kind, **options)
-    assert words in told.used + ("; heads of " if kind == "llama" else "")
+    assert words in told.used
     assert not told.not_used
     assert {*flash_attention._USED} == attention_of(build_on_meta(tmp_path).huggingface)
     assert package.calls == len(flash_attention._USED)
