@@ -145,7 +145,6 @@ def test_one_process_that_copies_nothing_computes_what_one_that_does_to_the_last
     [
         ("qwen3", {}),
         ("qwen3", {"activationCheckpointing": "selective"}),
-        ("qwen3", {"compile": True}),
         # Gradients of norms in fp32, and experts.
         ("olmo2", {}),
         ("gpt_oss", {}),
@@ -154,6 +153,11 @@ def test_one_process_that_copies_nothing_computes_what_one_that_does_to_the_last
 def test_one_process_with_copies_of_its_own_computes_what_fsdp_does_to_the_last_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, how: dict[str, Any]
 ) -> None:
+    with_copies_and_without(tmp_path, monkeypatch, kind, how)
+
+
+def with_copies_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, how: dict[str, Any]) -> None:
+    """One process with copies of its own of a model of this ``kind`` computes what FSDP does, to the last bit."""
     # Given one that casts its weights itself, tied weights and all, and one for which FSDP does
     save_model(kind, tmp_path, tie_word_embeddings=kind == "qwen3")
     alone = strategy(tmp_path, precision="bf16", keeps=True, **how)
