@@ -36,7 +36,9 @@ def flash_attention(device: torch.device) -> dict[str, Figure]:
     }
     figures: dict[str, Figure] = {}
     for name, kind in kinds.items():
+        began = time.perf_counter()
         error = error_of(kind, device, by_flash=True)
+        figures[f"flash_{name}_first_seconds"] = time.perf_counter() - began
         require(f"flash_{name}_error", error, 1e-2)
         others, ours = (_seconds(kind, device, by_flash=by_flash) for by_flash in (False, True))
         figures |= {f"flash_{name}_error": error, f"flash_{name}_time_by_others": ours / others}
