@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import library
 
+from sft_api.v1alpha1.runtime import EnvVar
 from sft_trainer.errors import ConfigError
 from sft_trainer.models import attention, attention_choice, flash_attention
 from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
@@ -223,6 +224,13 @@ def test_it_is_not_asked_where_it_is_not_to_be_used(
     assert chosen(tmp_path, dtype=torch.float32 if why == "fp32" else torch.bfloat16) == ("", "")
     assert package.calls == 0
     assert not flash_attention._USED
+
+
+def test_a_job_can_switch_it_off_as_the_docs_say() -> None:
+    # Names of the trainer's own variables are refused in ``compute.env``.
+    given = EnvVar(name=VARIABLE, value="off")
+    docs = Path(__file__).parents[3] / "docs" / "training-speed.md"
+    assert f'`{{name: {given.name}, value: "{given.value}"}}` in `compute.env`' in docs.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("there", [False, True])

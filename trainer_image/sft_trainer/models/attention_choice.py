@@ -14,8 +14,8 @@ from .explicit_attention import attend_explicitly
 from .flash_attention import Kind
 from .probe import attention_of
 
-VARIABLE = "SFT_FLASH_ATTENTION"
-"""Of the environment: ``off`` leaves attention to torch's own kernels."""
+VARIABLE = "FLASH_ATTENTION_4"
+"""Of the environment: ``off`` leaves attention to torch's own kernels. A name that ``compute.env`` may give."""
 
 _GENERATIONS = (9, 10)
 """First numbers of the capability of Hopper and Blackwell: FlashAttention 4 has no backward for older GPUs."""
