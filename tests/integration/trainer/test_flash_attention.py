@@ -24,6 +24,42 @@ with FakeTensorMode():
     gradients = _gradients(torch.empty_like(output), query, key, value, sink, output, logarithms, *options)
 print(*(tuple(tensor.shape) for tensor in gradients))
 """
+_COMPARED = """
+import json, sys
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from sft_trainer.models.attention_choice import LAYOUTS
+from sft_trainer.models.flash_attention import _forward, _gradients
+from sft_trainer.versions import find_flash_attention_4
+find_flash_attention_4()
+import cutlass.cute
+made = []
+class Compiler:
+    def __getitem__(self, options):
+        return self
+    def __call__(self, kernel, *given, **options):
+        made.append(type(kernel).__name__)
+        return made[-1]
+cutlass.cute.compile = Compiler()
+size, sharing = json.loads(sys.argv[1])
+def attend(documents, longest, tokens, keys):
+    shape = dict(dtype=torch.bfloat16, device="cuda")
+    query = torch.empty(tokens, keys * sharing, size, **shape)
+    key, value = torch.empty(2, tokens, keys, size, **shape)
+    options = (torch.empty(documents + 1, dtype=torch.int32, device="cuda"), longest, 0.1, None, None)
+    output, logarithms = _forward(query, key, value, None, *options)
+    _gradients(torch.empty_like(output), query, key, value, None, output, logarithms, *options)
+with FakeTensorMode():
+    for lengths in LAYOUTS:
+        attend(len(lengths), max(256, 1 << (max(lengths) - 1).bit_length()), sum(lengths), 2)
+    assert "FlashAttentionBackwardPreprocess" in made
+    made.clear()
+    for keys in (1, 8):
+        for longest in (256, 512, 4096, 131072):
+            for documents in (1, 5, 256, 257, 5000):
+                attend(documents, longest, 131072, keys)
+print("made in a step:", *made)
+"""
 _IMPORT = """
 import importlib
 import torch
@@ -57,6 +93,14 @@ def said_by(code: str, *arguments: str, **environment: str) -> str:
 def test_it_makes_kernels_for_what_it_is_called_with(architecture: str, kind: str, gradients: str) -> None:
     target = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": "132"}
     assert said_by(_MAKE, kind, **target).splitlines()[-1] == gradients
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kind", ["[128, 1]", "[128, 2]", "[64, 8]", "[256, 2]"])
+def test_no_step_has_a_kernel_that_was_not_compared(architecture: str, kind: str) -> None:
+    # It makes others for many documents, and for short ones: a step would wait, and nothing says that they are right.
+    target = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": "132"}
+    assert said_by(_COMPARED, kind, **target).splitlines()[-1] == "made in a step:"
 
 
 def test_what_a_worker_imports_does_not_ask_cuda_for_a_gpu_because_of_it() -> None:
