@@ -80,10 +80,16 @@ def hide_flash_attention_4() -> None:
     sys.modules.setdefault(_FLASH_ATTENTION, None)  # type: ignore[arg-type]
 
 
-def find_flash_attention_4() -> bool:
-    """Whether the package flash-attn-4 is there, and have it found from here on. Older ones of that name are others."""
+def show_flash_attention() -> None:
+    """End what ``hide_flash_attention_4`` did: in a process that none is forked from, other code may import what is
+    called so, an older package too."""
     if sys.modules.get(_FLASH_ATTENTION, ...) is None:
         del sys.modules[_FLASH_ATTENTION]
+
+
+def find_flash_attention_4() -> bool:
+    """Whether the package flash-attn-4 is there, and have it found from here on. Older ones of that name are others."""
+    show_flash_attention()
     try:
         importlib.metadata.distribution("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:

@@ -34,6 +34,7 @@ from sft_trainer.events import (
 from sft_trainer.figures import Figures
 from sft_trainer.reporting import Reporter
 from sft_trainer.topology import ALONE, Topology
+from sft_trainer.versions import hide_flash_attention_4
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_run_story import Story, alone, step_done  # noqa: F401 - a fixture
 from tests.unit.trainer.user_callbacks import Indirect, Typed
@@ -127,6 +128,25 @@ def test_a_module_that_breaks_is_said_with_its_own_words(tmp_path: Path, monkeyp
         CallbackError, match=r"RaisesWhenMade.__init__ raised RuntimeError: no tracker here \(user_callb"
     ):
         made(spec("RaisesWhenMade"))
+
+
+def test_a_module_may_import_the_flash_attention_of_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given FlashAttention 2 in an image of the user's, and a process that hides what is called so from transformers
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.8.3'\n")
+    (tmp_path / "fast.py").write_text(
+        "import flash_attn\nfrom sft_trainer.callbacks import Callback\nclass Fast(Callback):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    hide_flash_attention_4()
+
+    # When a callback imports it, then it has it
+    try:
+        assert [path for path, _ in find([CallbackSpec.model_validate({"class": "fast:Fast"})])] == ["fast:Fast"]
+        assert sys.modules["flash_attn"].__version__ == "2.8.3"
+    finally:
+        sys.modules.pop("flash_attn", None)
 
 
 def test_it_is_found_before_model_and_data_are_looked_at_and_nothing_is_made(tmp_path: Path) -> None:

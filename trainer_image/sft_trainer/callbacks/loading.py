@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_api.v1alpha1 import CallbackSpec
 from sft_trainer.errors import CallbackError, ConfigError
+from sft_trainer.versions import show_flash_attention
 
 from .base import Callback
 
@@ -30,6 +31,8 @@ def find(specs: Sequence[CallbackSpec]) -> list[tuple[str, Maker]]:
     Raises ``ConfigError`` where there is no such class, it does not take the arguments, or a method not what it is
     told, and ``CallbackError`` where its module raises something else than that a module is missing.
     """
+    if specs:
+        show_flash_attention()  # they may import it, whichever it is
     return [(spec.import_path, _maker(f"training.callbacks[{index}]", spec)) for index, spec in enumerate(specs)]
 
 
