@@ -16,6 +16,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 
 from .figures import Figures
+from .models import flash_attention
 from .prepared import Prepared
 from .topology import Topology
 
@@ -109,6 +110,7 @@ def resume_warnings(manifest: Manifest, here: Facts, model_uri: str) -> list[str
 
 
 _USUAL: dict[str, str | int] = {
+    "attention": "PyTorch's",
     "compiled": "no",
     "cpuOffload": "no",
     "sequenceParallelDegree": 1,
@@ -148,7 +150,7 @@ def environment_facts(
     megatron: MegatronSpec | None = None,
 ) -> dict[str, str | int]:
     """What decides the last bits of the numbers: a resume is bit-equal only where all of it is the same."""
-    on_gpu = device.type == "cuda"
+    on_gpu, kinds = device.type == "cuda", flash_attention.used()
     return {
         "processes": world_size,
         "threads": torch.get_num_threads(),
@@ -159,6 +161,7 @@ def environment_facts(
         "deterministic": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "") if on_gpu else "yes",
         # Left out where it is not so: a checkpoint that says nothing of it was made without.
         **({"compiled": _compiled(checkpointing)} if compiled else {}),
+        **({"attention": f"FlashAttention {version('flash-attn-4')}: {'; '.join(kinds)}"} if kinds else {}),
         # The norm is then added up in another order, and AdamW of a GPU is the kernel of its host.
         **({"cpuOffload": "yes"} if offloaded else {}),
         # Sums over tokens are those of other parts.

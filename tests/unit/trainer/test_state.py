@@ -9,6 +9,8 @@ import torch
 
 from sft_api.checkpoints import Manifest, RunState
 from sft_trainer import state
+from sft_trainer.models import flash_attention
+from sft_trainer.models.flash_attention import Kind
 from sft_trainer.prepared import Prepared
 from sft_trainer.state import Facts, changed_fields
 from sft_trainer.topology import ALONE, Topology
@@ -101,6 +103,21 @@ def test_what_is_computed_again_is_said_where_it_is_compiled(tmp_path: Path) -> 
         "resumed in another environment (compiled: 'yes' -> 'yes, full activation checkpointing'): not equal to the "
         "last bit"
     ]
+
+
+def test_other_kernels_of_attention_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a checkpoint of before there were any, or of a start for which they were wrong
+    monkeypatch.setattr(flash_attention, "_USED", {})
+    monkeypatch.setattr(state, "version", lambda name: "4.0")
+    before = environment(tmp_path)
+
+    flash_attention.use([Kind(2, 128, 128, windowed=False, cap=None, sinks=False)])
+    now = environment(tmp_path)
+    assert warned(before, now) == [
+        "resumed in another environment (attention: \"PyTorch's\" -> 'FlashAttention 4.0: heads of 128, 2 for each of "
+        "keys'): not equal to the last bit"
+    ]
+    assert warned(now, now) == []
 
 
 def test_sums_in_another_order_are_said_where_several_processes_make_them(tmp_path: Path) -> None:

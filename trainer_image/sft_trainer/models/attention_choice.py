@@ -69,7 +69,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Ch
         if kind.has_kernel_of_torch:
             _check_torch(kind, device)
     flash_attention.use(used)
-    return Chosen("; ".join(sorted(kind.words for kind in used)), "; ".join(sorted(reasons)))
+    return Chosen("; ".join(flash_attention.used()), "; ".join(sorted(reasons)))
 
 
 def error_of(kind: Kind, device: torch.device, *, by_flash: bool) -> float:

@@ -55,6 +55,11 @@ def use(kinds: Collection[Kind]) -> None:
     _USED.update(dict.fromkeys(kinds, True))
 
 
+def used() -> list[str]:
+    """The kinds that are computed here, in words and in order."""
+    return sorted(kind.words for kind in _USED)
+
+
 def kind_of(
     query: torch.Tensor,
     key: torch.Tensor,
