@@ -11,7 +11,7 @@ import torch
 from torch import library
 
 from sft_api.v1alpha1.runtime import EnvVar
-from sft_trainer.errors import ConfigError
+from sft_trainer.errors import ConfigError, DeviceUnavailableError
 from sft_trainer.models import attention, attention_choice, flash_attention
 from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
 from sft_trainer.models.attention_choice import LAYOUTS, VARIABLE, choose_attention, error_of
@@ -206,6 +206,18 @@ def test_a_kind_that_it_computes_wrongly_does_not(package: Package, tmp_path: Pa
     assert "window" not in told.used
     reason = "RuntimeError: no such kernel" if what == "raises" else "output or gradients are off by "
     assert "with a window and sinks (" + reason in told.not_used
+
+
+def test_a_kernel_that_breaks_the_device_is_said_with_what_leaves_it_out(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a kernel after whose error nothing runs in the process any more
+    package.spoiled = lambda kind: "raises"
+    monkeypatch.setattr(attention_choice, "_works", lambda device: False)
+
+    # Then the driver is not all that is blamed
+    with pytest.raises(DeviceUnavailableError, match=r"FlashAttention 4 was tried .*no such kernel.*value: \"off"):
+        chosen(tmp_path)
 
 
 @pytest.mark.parametrize("why", ["switched off", "another GPU", "not installed", "fp32", "a CPU"])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sft_trainer.errors import ConfigError
+from sft_trainer.errors import ConfigError, DeviceUnavailableError
 from sft_trainer.versions import find_flash_attention_4
 
 from . import flash_attention
@@ -47,7 +47,8 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Ch
 
     That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
     random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
-    compute it, and computes something else.
+    compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has broken what CUDA holds of
+    this process, which nothing mends.
     """
     flash_attention.use(())
     there = find_flash_attention_4()
@@ -59,7 +60,14 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Ch
         try:
             error = error_of(kind, device, by_flash=True)
         except Exception as failed:  # kernels raise what they like
-            reasons.append(f"{kind.words} ({type(failed).__name__}: {' '.join(str(failed).split())[:300]})")
+            text = f"{type(failed).__name__}: {' '.join(str(failed).split())[:300]}"
+            if not _works(device):
+                raise DeviceUnavailableError(
+                    f"{device} does no more since FlashAttention 4 was tried ({kind.words}; {text}): see what the "
+                    "node's driver says of it; if other GPUs do so too, leave FlashAttention 4 out, with "
+                    f'{{name: {VARIABLE}, value: "off"}} in compute.env'
+                ) from failed
+            reasons.append(f"{kind.words} ({text})")
             continue
         if error <= _LIMIT:
             used.add(kind)
@@ -125,6 +133,13 @@ def _error(kind: Kind, device: torch.device, lengths: Sequence[int], by_flash: b
 
 def _is_made_for(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in _GENERATIONS
+
+
+def _works(device: torch.device) -> bool:
+    try:
+        return torch.zeros(1, device=device).item() == 0
+    except Exception:
+        return False
 
 
 def _check_torch(kind: Kind, device: torch.device) -> None:
