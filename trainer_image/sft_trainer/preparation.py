@@ -10,6 +10,7 @@ import torch
 from sft_api.adapters import OF_EXPERTS, ends
 from sft_api.place import form_of
 from sft_api.progress import Phase
+from sft_api.sequence_parallel import key_repeats
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning, schedule_warning
 from sft_api.trainer_config import TrainerConfig
@@ -78,13 +79,22 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
             "adapters of other layers that are called so: name them in lora.excludeModules, or set export.mergeAdapter"
         )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
-    attention = choose_attention(model.huggingface, device, computed)
+    attention = choose_attention(model.huggingface, device, computed, _key_repeats(spec, model.huggingface.config))
     if attention.used:
         reporter.say("FlashAttention 4 computes %s", attention.used)
     if attention.not_used:
         reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
     return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
+
+
+def _key_repeats(spec: SFTJobSpec, config: Any) -> int:
+    """How many of the processes that share tokens of a model of transformers' ``config`` have each head of keys."""
+    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    megatron = megatron_of(spec)
+    if megatron is None:
+        return key_repeats(heads, spec.sequence_parallel)
+    return key_repeats(max(1, heads // megatron.tensor_parallel_degree), megatron.context_parallel_degree)
 
 
 def _uncompiled(config: TrainerConfig, huggingface: Any, device: torch.device, computed: torch.dtype) -> str:

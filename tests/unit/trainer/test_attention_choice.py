@@ -281,6 +281,16 @@ def test_what_is_used_is_said(package: Package, tmp_path: Path) -> None:
     assert any(text.startswith("FlashAttention 4 is not used for heads of ") for text in warned)
 
 
+@pytest.mark.usefixtures("package")
+def test_heads_are_compared_as_processes_that_share_tokens_have_them(tmp_path: Path) -> None:
+    # Given four heads, two for each of keys, of which every process gets one of each
+    save_model("llama", tmp_path / "model")
+    sharing = {"processes": 4, "strategy": {"fsdp": {"sequenceParallelDegree": 4}}}
+    config = resolve(manifest(tmp_path, tmp_path / "store", training={"precision": "bf16"}, **sharing))
+    prepare_model(config, Reporter(tmp_path, writes=False), CPU)
+    assert {kind.sharing for kind in flash_attention._USED} == {1}
+
+
 def test_errors_are_those_of_the_kernel_that_is_asked(package: Package) -> None:
     assert error_of(EVERYTHING, CPU, by_flash=True) < 1e-2
     package.spoiled = lambda kind: "output"

@@ -42,9 +42,10 @@ class Chosen(NamedTuple):
     """What it does not although it is there and made for the GPU, and why; empty for nothing."""
 
 
-def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Chosen:
+def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_repeats: int = 1) -> Chosen:
     """Have attention of ``model`` (on the meta device), computed in ``dtype``, go by FlashAttention 4 where it can.
 
+    Each head of its keys goes to ``key_repeats`` processes, where some share tokens: so many fewer share it in each.
     That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
     random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
     compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has broken what CUDA holds of
@@ -55,7 +56,8 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype) -> Ch
     if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
         return Chosen("", "")
     wanted = there and os.environ.get(VARIABLE) != "off" and _is_made_for(device)
-    kinds, used, reasons = attention_of(model), set[Kind](), list[str]()
+    kinds = {kind._replace(sharing=kind.sharing // key_repeats) for kind in attention_of(model)}
+    used, reasons = set[Kind](), list[str]()
     for kind in kinds if wanted else ():
         try:
             error = error_of(kind, device, by_flash=True)
