@@ -18,6 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sft_trainer.versions import fake_tensors
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
@@ -139,7 +142,12 @@ def main() -> int:
         wider = wider_inputs(work / "inputs", work / "wider-inputs")
         beside = {name: (each[0], each[1], {"lora": _ROUNDED, **each[2]}) for name, each in _IN_4_BITS.items()}
         beside |= {name: (each[0], each[1], {"lora": OF_EXPERTS, **each[2]}) for name, each in _BESIDE_EXPERTS.items()}
+        left_out = 0
         for name, (processes, kind, chosen) in beside.items():
+            if kind and chosen.get("compile") and not _compiles_grouped_products():
+                print(f"{name}=left_out", flush=True)
+                left_out += 1
+                continue
             # Rows are whole blocks of 64 weights in NF4.
             width = 64 if chosen["lora"].get("basePrecision") == "nf4" else 32
             model = make_mixture(work / "inputs", work / f"{name}-inputs", kind, width) if kind else wider
@@ -173,9 +181,22 @@ def main() -> int:
     worst = checks.worst(errors.values())
     print(f"max_rel_error={worst:.3g}")
     print(f"cases={len(errors)}")
+    if left_out:
+        print(f"left_out={left_out}")
     print(f"mask_mismatches={masks}")
     print(f"resume_mismatch={resume_mismatch}")
     return 0 if worst <= LIMIT and masks == 0 and resume_mismatch == 0 else 1
+
+
+def _compiles_grouped_products() -> bool:
+    """Whether torch tells a compiler the shape of a product for groups of rows in fp32: 2.11 does so in bf16 alone."""
+    with fake_tensors():
+        rows, weights, ends = torch.empty(4, 16), torch.empty(2, 16, 16), torch.empty(2, dtype=torch.int32)
+        try:
+            torch.nn.functional.grouped_mm(rows, weights, offs=ends)
+        except RuntimeError:
+            return False
+    return True
 
 
 if __name__ == "__main__":

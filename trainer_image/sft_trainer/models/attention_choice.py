@@ -56,7 +56,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
         return Chosen("", "")
     wanted = there and os.environ.get(VARIABLE) != "off" and _is_made_for(device)
-    kinds = {kind._replace(sharing=kind.sharing // key_repeats) for kind in attention_of(model)}
+    kinds = {kind.shared_by(key_repeats) for kind in attention_of(model)}
     used, reasons = set[Kind](), list[str]()
     for kind in kinds if wanted else ():
         try:
@@ -148,7 +148,7 @@ def _check_torch(kind: Kind, device: torch.device) -> None:
     try:
         error = error_of(kind, device, by_flash=False)
     except Exception:
-        return
+        return  # what it cannot compute at all is told by the model that is tried next
     if not error <= _LIMIT:
         raise ConfigError(
             f"PyTorch {torch.__version__} computes attention on {torch.cuda.get_device_name(device)} wrongly "

@@ -30,6 +30,11 @@ class Kind(NamedTuple):
     cap: float | None
     sinks: bool
 
+    def shared_by(self, processes: int) -> "Kind":
+        """The same where each head of keys goes to so many processes, and the heads that share it with it."""
+        sharing = self.sharing // processes
+        return Kind(sharing, self.size, self.value_size, self.windowed, self.cap, self.sinks)
+
     @property
     def words(self) -> str:
         """What it is, for people."""
