@@ -60,7 +60,8 @@ class SavesWhenDue(Listener):
 
     def on_ask(self, event: Asking, control: Control) -> None:
         # Each process knows of its own part of a save alone. While that arrives the outage may be about to end.
-        if self._saving.look_after() or (self._keeps_time and not self._saving.in_flight):
+        # That it is over is told only after the step: of a save that has arrived by then it is, however late.
+        if self._saving.look_after() or (self._keeps_time and not self._saving.may_have_arrived()):
             self._saving.outage.check()
         timer = self._keeps_time and self._is_time()
         if timer or Request.SAVE in planned(self._spec, event.step):

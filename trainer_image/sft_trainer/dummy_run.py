@@ -66,6 +66,9 @@ class NothingSaved:
     def look_after(self) -> bool:
         return False
 
+    def may_have_arrived(self) -> bool:
+        return False
+
     def failed_here(self) -> bool:
         return False
 

@@ -56,6 +56,8 @@ class AskedEachStep(Protocol):
 
     def look_after(self) -> bool: ...
 
+    def may_have_arrived(self) -> bool: ...
+
     def failed_here(self) -> bool: ...
 
     def copied(self, device: torch.device) -> float: ...
@@ -386,6 +388,13 @@ class Saving:
         """
         self._note(self._manager.poll())
         return self._outcome is not None
+
+    def may_have_arrived(self) -> bool:
+        """Whether the last save is on its way, or there and not told of yet: the outage may be over, or is."""
+        if self._manager.in_flight:
+            return True
+        self._note(self._manager.poll())
+        return self._untold
 
     def tell(self) -> None:
         """Tell of a save that has arrived, once."""

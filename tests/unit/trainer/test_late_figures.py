@@ -60,6 +60,7 @@ class Story(Trainer):
         self.saving = SimpleNamespace(  # type: ignore[assignment]
             failed_here=lambda: False,
             in_flight=False,
+            may_have_arrived=lambda: False,
             seconds_since_save=0.0,
             outage=Outage(3600),
             look_after=lambda: None,

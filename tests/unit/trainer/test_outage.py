@@ -511,11 +511,22 @@ def test_the_deadline_of_an_outage_leaves_a_save_alone_that_arrives(
     with pytest.raises(StorageDeadlineError):
         due.on_ask(Asking(7), Control())
 
-    # And by the clock of one process once there is none on its way
+    # Nor once it has arrived, which is told only after the step
     hanging.answers.set()
     wait_until(lambda: not run.saving.in_flight)
+    due.on_ask(Asking(8), Control())
+    assert not run.saving.failed_here()
+    run.saving.tell()
+    assert run.saved == [5]
+    assert run.saving.outage.told is None
+
+    # And by the clock of one process once there is none on its way, and none that has arrived
+    run.store.refusal = DENIED
+    run.saving.outage.failed(DENIED)
+    run.save(9)
+    wait_until(lambda: not run.saving.in_flight and run.saving.outage.verdict)
     with pytest.raises(StorageDeadlineError) if keeps_time else nullcontext():
-        due.on_ask(Asking(8), Control())
+        due.on_ask(Asking(10), Control())
 
 
 @pytest.mark.usefixtures("short_pauses")
