@@ -112,7 +112,8 @@ class Outage:
 
     def begin_as(self, told: StorageOutage) -> None:
         """Take in that it lasts, as another process has told."""
-        if self.told is None:
+        # By when it began: that one has ended, and another begun, may have passed unseen.
+        if self.told is None or self.told.since != told.since:
             self._began = self._clock()
         self.told = told
 

@@ -205,6 +205,35 @@ def test_it_lasts_since_it_began_in_the_attempt_that_trained_on(running: World) 
     assert running.kind is OrderKind.EXIT
 
 
+def test_another_one_has_its_own_deadline_also_where_nobody_saw_the_first_one_end(running: World) -> None:
+    # Given a start that trains, and is refused a save, while the supervisor does not look: it stood still, or steps are
+    # shorter than its looks are apart
+    trained(running)
+    crashed(running)
+    refused(running)
+    running.passes(300)
+    running.obey()
+    since = START + timedelta(seconds=running.now)
+    ends = since + timedelta(seconds=STORAGE_DEADLINE)
+    told = StorageOutage(since=since, ends=ends, failure=DENIED, message="the key is gone")
+    report(running, attempt=2, phase=Phase.TRAINING, step=40, storage_outage=told)
+
+    # When it has to start again after the first one's deadline
+    running.passes(400)
+    running.judge()
+    crashed(running)
+    refused(running)
+
+    # Then the run waits for as long as it says
+    assert running.kind is OrderKind.IDLE
+    assert running.group.refusals.told is not None
+    assert running.group.refusals.told.ends == ends
+    running.passes(200)
+    running.obey()
+    refused(running)
+    assert running.kind is OrderKind.EXIT
+
+
 def test_it_is_over_once_a_start_trains_on(running: World) -> None:
     trained(running)
     crashed(running)
