@@ -2,8 +2,8 @@
 
 The supervisors are the real ones (see ``played`` for what is not), and so is what they say to each other. Around them
 are played: workers that train together (``trainings``), the network between pods, a Job controller that replaces pods
-which have not ended well, kubelets that kill those which take longer than their grace period, and somebody who reads
-the progress and judges restarts as the operator does.
+which have not ended well, kubelets that kill those which take longer than their grace period, a store (``stores``) that
+refuses for a while, and somebody who reads the progress and judges restarts as the operator does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from pathlib import Path
 from sft_api.failures import FailureClass, is_retryable
 from sft_api.progress import Progress, TerminationMessage
 from sft_api.restarts import count_incidents, exhausted
+from sft_api.trainer_config import BEGUN_FILE
 from sft_api.v1alpha1 import RestartsStatus
+from sft_trainer.supervisor.group import Group
 from sft_trainer.supervisor.http import Request, Response
 from sft_trainer.supervisor.node import Node
 from tests.unit.supervisor.played import START, Machine, PlayedLoop, Story, Violation, played
+from tests.unit.supervisor.stores import MOMENTS, PlayedStore
 from tests.unit.supervisor.test_environment import SETTINGS
 from tests.unit.supervisor.trainings import Run, Training, Worker
 
@@ -55,6 +58,12 @@ class Pod(Machine):
         self._run_dir.mkdir()
         pods, processes = life.run.pods, life.run.processes
         settings = replace(_SETTINGS, nodes=pods, node=index, processes=processes, run_dir=self._run_dir)
+        folder = life.folder / f"config-{number}"
+        folder.mkdir()
+        deadline = life.run.store.deadline
+        settings = replace(settings, config=folder / "config.json", storage_deadline_seconds=deadline)
+        if life.run.trained:  # the operator says so to pods that it makes after that
+            (folder / BEGUN_FILE).write_text(settings.job_uid)
         self.node = Node(settings, self)  # type: ignore[arg-type]  # it says what the output is told
         self.story.begin(self._live(), self.context)
 
@@ -156,12 +165,15 @@ class Life:
         """``folder`` is for its files; ``on_progress`` is called once a second with what index 0 told, and tells."""
         self.story = Story(seed)
         self.run = Run(self.story.random)
+        self.run.store = PlayedStore(seed, self.story, self.run.pods)
         self.folder = folder
         self.pids = itertools.count(100)
         self.restarts = RestartsStatus()
         """As they are counted by who reads the progress."""
         self.over = ""
         """How the run ended: ``Complete``, or why it failed."""
+        self.over_after_refused_seconds = 0.0
+        """For so long the store had done nothing then."""
         self._happenings = happenings
         self._on_progress = on_progress
         self._pods: dict[int, Pod] = {}
@@ -175,6 +187,13 @@ class Life:
     @property
     def zero(self) -> Pod | None:
         return self._pods.get(0)
+
+    @property
+    def group(self) -> Group:
+        """As index 0 sees it, which is there."""
+        assert self.zero is not None
+        assert self.zero.node._coordinator is not None
+        return self.zero.node._coordinator.group
 
     def training(self, generation: int) -> Training:
         if generation not in self._trainings:
@@ -211,6 +230,7 @@ class Life:
             if not self.over:
                 getattr(self, story.random.choices(names, weights)[0])()
                 await asyncio.sleep(choose([0.5, 2, 8, 15, 30, 70]))
+        self.run.store.disarm()
         story.tell("from now on nothing happens any more")
         end = story.seconds + _LAST_SECONDS
         while not self.over and story.seconds < end:
@@ -235,6 +255,7 @@ class Life:
                 self.over = "Complete"
         elif end is not None and end.failure is not None and not is_retryable(end.failure):
             self.over = end.failure.value
+            self.over_after_refused_seconds = self.run.store.refused_seconds
         else:
             self.story.begin(self._make(pod.index, self.story.random.choice([0.5, 3, 20])))
 
@@ -340,3 +361,16 @@ class Life:
     def stop_reading(self) -> None:
         self.story.tell("> nobody reads the progress")
         self._read_again = self.story.random.choice([self.story.seconds + 120, math.inf])
+
+    def store_fails(self) -> None:
+        if self._meets_a_store:
+            self.run.store.begin_trouble()
+
+    def store_fails_at(self) -> None:
+        if self._meets_a_store:
+            self.run.store.begin_trouble(self.run.store.random.choice(MOMENTS))
+
+    @property
+    def _meets_a_store(self) -> bool:
+        """Few runs are refused before they have begun, which ends them."""
+        return self.run.trained or self.run.store.random.random() < 0.1
