@@ -184,7 +184,7 @@ class Reconciler:
         self._picture.remember(key, change(self._picture.memory(key)))
 
     async def _delete(self, key: Key, action: Delete) -> None:
-        version = None
+        version = action.version
         if action.kind == "Job":
             # Not from the picture: what the garbage collector has just let go (``--cascade=orphan``) is to stay, and
             # that its SFTJob may go now can be seen before that.

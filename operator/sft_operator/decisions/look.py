@@ -226,7 +226,8 @@ class _Look(Notes):
         if any(isinstance(action, SetFinalizers) for action in self._actions):
             self._look_in(DELETE_AGAIN_SECONDS)  # what is to be removed with it would be lost, were that refused
         elif left is not None and left <= timedelta():
-            self._delete(KIND, self._key.name, self._manifest["metadata"]["uid"])
+            metadata = self._manifest["metadata"]
+            self._delete(KIND, self._key.name, metadata["uid"], metadata["resourceVersion"])
         elif left is not None:
             self._look_in(min(left.total_seconds() + 0.1, 3600.0))
         return completed_status(previous, observed, self._generation, self._now)

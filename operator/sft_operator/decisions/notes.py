@@ -96,7 +96,7 @@ class Notes:
         self._remember(next_search=self._clock + _SEARCH_AGAIN_SECONDS)
         self._act(FindJob(self._owner(terms)))
 
-    def _delete(self, kind: str, name: str, uid: str) -> None:
+    def _delete(self, kind: str, name: str, uid: str, version: str | None = None) -> None:
         """Delete an object, unless that was just done."""
         before, clock = self._memory.deleted, self._clock
         again = before is not None and before[0] == uid
@@ -105,7 +105,7 @@ class Notes:
             return
         self._remember(deleted=(uid, clock + DELETE_AGAIN_SECONDS))
         self._look_in(DELETE_AGAIN_SECONDS)
-        self._actions.append(Delete(kind, name, uid))
+        self._actions.append(Delete(kind, name, uid, version))
         # Once: what does not go is told of all the same.
         self._words_wait = self._words_wait or not again
 

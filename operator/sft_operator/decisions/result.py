@@ -65,6 +65,8 @@ class Delete:
     kind: str
     name: str
     uid: str
+    version: str | None = None
+    """Only as it was looked at: what its user asks for meanwhile is not deleted with it."""
 
 
 @dataclass(frozen=True)

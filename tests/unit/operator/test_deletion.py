@@ -126,7 +126,7 @@ def test_a_time_to_live_deletes_nothing_before_the_object_carries_the_finalizer(
     carries = decided(manifest(PLACE_FINALIZER, **policy), status=COMPLETE)
 
     assert (kinds(asked), asked.again) == (["SetFinalizers"], 2.0)
-    assert carries.actions == (Delete("SFTJob", "tulu", "sft-uid"),)
+    assert carries.actions == (Delete("SFTJob", "tulu", "sft-uid", "5"),)
 
 
 def test_who_removes_has_to_read() -> None:

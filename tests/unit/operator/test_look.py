@@ -259,7 +259,9 @@ def test_what_has_ended_is_cleaned_up_and_said_no_other_way() -> None:
     assert result.actions == (Delete("Job", "tulu", JOB_UID),)
     assert result.status is not None
     assert (result.status.state, result.status.message) == ("Complete", "as it was")
-    assert decided(seen(manifest=manifest, status=ended, seconds=61)).actions == (Delete("SFTJob", "tulu", "sft-uid"),)
+    assert decided(seen(manifest=manifest, status=ended, seconds=61)).actions == (
+        Delete("SFTJob", "tulu", "sft-uid", "5"),
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from sft_api.progress import Progress
+from sft_api.v1alpha1.job import RETRY_ANNOTATION
 from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnusableReport
@@ -80,9 +81,10 @@ class Api:
             return self.objects[kind, name]
         return self.keep(kind, merged(self.objects.get((kind, name), {"metadata": {"name": name}}), patch))
 
-    async def delete(self, kind: str, namespace: str, name: str, **_: Any) -> None:
+    async def delete(self, kind: str, namespace: str, name: str, *, version: str | None = None, **_: Any) -> None:
         self._called("delete", kind, name)
-        self.objects.pop((kind, name), None)
+        if version in (None, self.objects.get((kind, name), {}).get("metadata", {}).get("resourceVersion")):
+            self.objects.pop((kind, name), None)
 
     def done(self, verb: str, kind: str) -> int:
         return sum(call[:2] == (verb, kind) for call in self.calls)
@@ -415,6 +417,32 @@ def test_what_cannot_be_done_keeps_nothing_else_from_being_done_and_said(error: 
     # Then the rest was done, and said
     assert world.api.done("delete", "SFTJob") == past_its_time
     assert world.api.done("patch", "SFTJob") == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"metadata": {"annotations": {RETRY_ANNOTATION: "again"}}},
+        {"spec": {"deletionPolicy": "Delete"}},
+        {"spec": {"runPolicy": {"ttlSecondsAfterFinished": None}}},
+    ],
+    ids=["another try", "its place", "no time to live"],
+)
+def test_a_time_to_live_deletes_nothing_of_which_its_user_has_just_asked_something_else(asked: Object) -> None:
+    """Its checkpoints would go with it, or stay for ever, against what the API server has taken."""
+    world = World()
+    ended = {"state": "Failed", "completionTime": stamp(-61)}
+    manifest = {**job_manifest(runPolicy={"ttlSecondsAfterFinished": 60}), "status": ended}
+
+    # Given that the watch has not told yet what was asked for
+    world.picture.store("SFTJob", world.api.keep("SFTJob", manifest))
+    world.watched = ()
+    kept = world.api.keep("SFTJob", merged(manifest, asked))
+
+    world.look()
+
+    assert world.api.done("delete", "SFTJob") == 1
+    assert world.api.objects["SFTJob", "tulu"].get("spec") == kept["spec"]
 
 
 @pytest.mark.parametrize(
