@@ -9,6 +9,7 @@ from datetime import datetime
 import aiohttp
 
 from sft_api.times import parse_time
+from sft_api.v1alpha1 import KIND
 
 from ..decisions import deletion, questions
 from ..decisions.avoidance import SCALE_UP
@@ -238,6 +239,8 @@ class Asking:
         try:
             if await self._was_left_behind(key, question.uid):
                 turn = RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
+            elif not question.looks and not await self._is_to_go(key, question.uid):
+                return lambda memory: deletion.nothing_removed(memory, clock=_clock())
             elif self._remover and not question.looks:
                 turn = await self._remover.turn(question)
         except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
@@ -245,8 +248,21 @@ class Asking:
             why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
         if question.looks and turn is None:
             # Also where nobody knows it: that the store was away begins with the first removal.
-            return lambda memory: deletion.was_not_left_behind(memory, clock=_clock())
+            return lambda memory: deletion.nothing_removed(memory, clock=_clock())
         return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
+
+    async def _is_to_go(self, key: Key, uid: str) -> bool:
+        """Whether the SFTJob is going, and its place with it, as its user has it now: what is removed is gone, and a
+        watch may tell much later that it is to stay."""
+        try:
+            job = await self._cluster.get(KIND, key.namespace, key.name)
+        except ApiError as error:
+            if error.code == 404:
+                return False
+            raise
+        self._picture.store(KIND, job)
+        metadata = part(job, "metadata")
+        return metadata.get("uid") == uid and "deletionTimestamp" in metadata and deletion.asks_removal(job)
 
     async def _was_left_behind(self, key: Key, uid: str) -> bool:
         """Whether the Job lives on without its SFTJob: it has lost the owner by which it would be seen."""

@@ -139,8 +139,8 @@ def find_left_behind(memory: Memory, job: SFTJob, uri: str, *, clock: float) -> 
     return Removal(changed(memory, removal=removal), _question(memory, job, uri, looks=True))
 
 
-def was_not_left_behind(memory: Memory, *, clock: float) -> Memory:
-    """Look again in a while: the garbage collector may not have come that far."""
+def nothing_removed(memory: Memory, *, clock: float) -> Memory:
+    """Look again in a while: the garbage collector may not have come that far, or a watch."""
     before = memory.removal or PlaceRemoval()
     return changed(memory, removal=changed(before, next=clock + _LOOK_SECONDS, turns=before.turns + 1))
 

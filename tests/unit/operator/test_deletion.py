@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from sft_api.numbers import Numbers
 from sft_operator.config import StoreSettings
-from sft_operator.decisions.deletion import GIVE_UP_SECONDS, removal_went, was_not_left_behind, with_warnings
+from sft_operator.decisions.deletion import GIVE_UP_SECONDS, nothing_removed, removal_went, with_warnings
 from sft_operator.decisions.look import look
 from sft_operator.decisions.result import Delete, RemovePlace, Result, SetFinalizers
 from sft_operator.names import PLACE_FINALIZER
@@ -220,7 +220,7 @@ def test_a_job_that_was_left_behind_while_nobody_looked_is_found_by_its_pods() -
     # It is looked for, every ten seconds
     first = decided(going, left)
     assert [(question.looks, question.turn) for question in questions(first)] == [(True, 0)]
-    memory = was_not_left_behind(first.memory, clock=1000)
+    memory = nothing_removed(first.memory, clock=1000)
     waiting = decided(going, left, memory=memory, clock=1009)
     assert (finalizers(waiting), questions(waiting)) == ([], [])
     again = decided(going, left, memory=memory, clock=1010)
@@ -233,7 +233,7 @@ def test_a_job_that_was_left_behind_while_nobody_looked_is_found_by_its_pods() -
     assert [(item.type, item.reason) for item in told(done)] == [("Warning", "PlaceKept")]
 
     # When it was not, and its pods have ended, the place is removed
-    (removing,) = questions(decided(going, memory=was_not_left_behind(first.memory, clock=1000), clock=1010))
+    (removing,) = questions(decided(going, memory=nothing_removed(first.memory, clock=1000), clock=1010))
     assert not removing.looks
 
 

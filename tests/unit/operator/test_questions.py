@@ -394,12 +394,28 @@ class Jobs:
 
     def __init__(self, answer: dict[str, Any] | ApiError) -> None:
         self.answer = answer
+        self.owner: dict[str, Any] | None = AS_ASKED
 
     async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
-        assert (kind, namespace, name) == ("Job", "team", "tulu")
+        assert (namespace, name) == ("team", "tulu")
+        if kind == "SFTJob":
+            if self.owner is None:
+                raise ApiError(404, "NotFound", "gone")
+            return self.owner
         if isinstance(self.answer, ApiError):
             raise self.answer
         return self.answer
+
+
+def going(*, policy: str = "Delete", deleted: bool = True) -> dict[str, Any]:
+    """An SFTJob whose place is to go with it."""
+    made = job_manifest(deletionPolicy=policy)
+    made["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
+    made["metadata"]["resourceVersion"] = "6"
+    return made
+
+
+AS_ASKED = going()
 
 
 class Remover:
@@ -432,6 +448,18 @@ def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
 
 
 @pytest.mark.parametrize(
+    "owner",
+    [going(policy="Keep"), going(deleted=False), None],
+    ids=["kept after all", "not going", "gone"],
+)
+def test_nothing_is_removed_that_is_to_stay_though_no_watch_has_told_that_yet(owner: dict[str, Any] | None) -> None:
+    """A watch may be silent for more than a minute before that is noticed."""
+    removal = removal_after(ApiError(404, "NotFound", "gone"), owner=owner)
+
+    assert (removal.last, removal.turns, removal.stuck_since) == (None, 1, None)
+
+
+@pytest.mark.parametrize(
     ("answer", "state"),
     [
         ({"metadata": {"labels": {UID_LABEL: "sft-uid"}}}, "kept"),
@@ -449,12 +477,17 @@ def test_while_pods_live_on_it_is_only_looked_whether_it_was(
     assert (removal.turns, removal.stuck_since) == (1, None), "the ten minutes of a store that is away do not begin"
 
 
-def removal_after(answer: dict[str, Any] | ApiError, *, looks: bool = False) -> PlaceRemoval:
-    """How far the removal of a place has come after one question, where ``answer`` is what the API server has."""
+def removal_after(
+    answer: dict[str, Any] | ApiError, *, looks: bool = False, owner: dict[str, Any] | None = AS_ASKED
+) -> PlaceRemoval:
+    """How far the removal of a place has come after one question, where ``answer`` is the Job that the API server has,
+    and ``owner`` its SFTJob."""
     wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0, looks=looks)
 
     async def scenario() -> PlaceRemoval:
-        asking, picture, again = asking_about_one_job(api=Jobs(answer), remover=Remover())
+        jobs = Jobs(answer)
+        jobs.owner = owner
+        asking, picture, again = asking_about_one_job(api=jobs, remover=Remover())
         picture.remember(KEY, Memory("sft-uid"))
         asking.put(KEY, [wanted])
         await until(lambda: bool(again))
