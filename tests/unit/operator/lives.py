@@ -21,6 +21,7 @@ from tests.unit.operator.played.controllers import GarbageCollector, JobControll
 from tests.unit.operator.played.kueue import PlayedKueue
 from tests.unit.operator.played.nodes import CRASHED, FATAL, Nodes, PlayedPod
 from tests.unit.operator.played.operator import Operator
+from tests.unit.operator.played.store import PlayedStore
 from tests.unit.operator.played.training import Training
 from tests.unit.operator.test_reconciler import KEY
 
@@ -56,6 +57,7 @@ class Life:
     is_queued: bool = False
     has_default_queue: bool = False
     has_sidecars: bool = False
+    store: PlayedStore | None = None
 
     def __post_init__(self) -> None:
         self.happened: set[str] = set()
@@ -66,11 +68,15 @@ class Life:
         self.controller = JobController(self.story, self.api, self.nodes)
         self.kueue = PlayedKueue(self.story, self.api, self.nodes)
         self.collector = GarbageCollector(self.story, self.api)
-        self.training = Training(self.story, self.nodes)
+        self.training = self.new_training()
         self.operators = [self._new_operator()]
 
+    def new_training(self) -> Training:
+        return Training(self.story, self.nodes)
+
     def _new_operator(self) -> Operator:
-        return Operator(self.story, self.api, self.training, self._events, default_queue=self.has_default_queue)
+        queue, store = self.has_default_queue, self.store
+        return Operator(self.story, self.api, self.training, self._events, default_queue=queue, store=store)
 
     def _events(self) -> tuple[Any, ...]:
         return (self.controller.refused,) if self.controller.refused else ()
@@ -111,6 +117,7 @@ class Life:
                 self.controller.step()
             self.kueue.step()
             self.collector.step()
+            self.step()
             for operator in self.operators:
                 operator.step()
             if not self.operator.is_there and self.operator.client.is_dead and self.random.random() < 0.05:
@@ -120,6 +127,9 @@ class Life:
             for before, after in written:
                 self.on_status(self, before, after)
             self._look_at_job()
+
+    def step(self) -> None:
+        """What else goes on."""
 
     def _look_at_job(self) -> None:
         """What Kueue has given up and deleted is not made again unasked."""
@@ -134,7 +144,9 @@ class Life:
         names, weights = list(self.happenings), list(self.happenings.values())
         for _ in range(times):
             self.pass_time(self.random.choice([0.1, 0.4, 1, 4, 12]))
-            if self.api.find("SFTJob"):
+            if self.api.find("SFTJob") is None:
+                self.make()
+            else:
                 name = self.random.choices(names, weights)[0]
                 self.happened.add(name)
                 getattr(self, name)()
@@ -154,14 +166,19 @@ class Life:
         self.nodes.room, self.nodes.has_image, self.controller.is_over_quota = PODS, True, False
         self.nodes.find()
         self.kueue.is_open, self.kueue.deletes_after = True, None
-        for operator in self.operators:
-            operator.client.troubles, operator.client.lasts = 0, None
+        self.api.refuses_jobs = False
+        self.end_troubles()
         while (
             self.api.find("SFTJob") is None or "deletionTimestamp" in self.api.objects["SFTJob", KEY.name]["metadata"]
         ):
             self.pass_time(5)
             if self.api.find("SFTJob") is None:
                 self.make()
+
+    def end_troubles(self) -> None:
+        """Have the API server be well, and operators live on."""
+        for operator in self.operators:
+            operator.client.troubles, operator.client.lasts = 0, None
 
     def _is_deactivated(self) -> bool:
         return self._reason() == "Deactivated"
@@ -196,8 +213,13 @@ class Life:
         compute = {"nodes": PODS, "gpusPerNode": 1}
         policy = {"maxRestarts": 50, "startDeadlineSeconds": _START_DEADLINE_SECONDS}
         labels = {QUEUE_LABEL: "gpus"} if self.is_queued else {}
-        self.api.add("SFTJob", job_manifest(compute=compute, runPolicy=policy, suspend=suspend, labels=labels))
+        spec = {"compute": compute, "runPolicy": policy, "suspend": suspend, **self.spec()}
+        self.api.add("SFTJob", job_manifest(labels=labels, **spec))
         self.training.begin_anew()
+
+    def spec(self) -> Object:
+        """What else its user asks for."""
+        return {}
 
     def make_again(self) -> None:
         self.story.tell("SFTJob is deleted")
@@ -245,7 +267,12 @@ class Life:
         self.nodes.find()
         self.pass_time(90)
         trouble = self.operator.client.troubles or self.operator.client.lasts is not None
-        if trouble or not self.operator.is_there or self.status.get("state") in ("Complete", "Failed"):
+        if (
+            trouble
+            or self.api.find("SFTJob") is None
+            or not self.operator.is_there
+            or self.status.get("state") in ("Complete", "Failed")
+        ):
             return
         living = [pod.name for pod in self.nodes.pods if pod.living]
         if living or self.status.get("state") != "Suspended":

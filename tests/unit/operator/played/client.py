@@ -13,6 +13,8 @@ from sft_operator.names import QUEUE_LABEL
 from tests.unit.operator.make import Object
 from tests.unit.operator.played.cluster import ApiServer, Story
 
+_GOING = 'unable to create new content in namespace team because it is being terminated: {kind} "{name}" is forbidden'
+_QUOTA = 'jobs.batch "tulu" is forbidden: exceeded quota: jobs, requested: count/jobs.batch=1, used: 3, limited: 3'
 _DENIED = 'admission webhook "policy.example.com" denied the request: not now'
 _HANGS = 'Internal error occurred: failed calling webhook "mkueue.kb.io": connection refused'
 _IMMUTABLE = 'admission webhook "vjob.kb.io" denied the request: metadata.labels[kueue.x-k8s.io/queue-name]: immutable'
@@ -52,6 +54,8 @@ class Client:
 
     async def get(self, kind: str, namespace: str | None, name: str, **_: Any) -> Object:
         self._meet_trouble()
+        if kind == "Namespace":
+            return {"status": {"phase": "Terminating" if self._api.is_terminating else "Active"}}
         return self._present(kind, name)
 
     async def list(self, kind: str, namespace: str | None, *, labels: str = "", **_: Any) -> tuple[list[Object], int]:
@@ -69,9 +73,13 @@ class Client:
 
     async def create(self, kind: str, namespace: str, manifest: Object, **_: Any) -> Object:
         name = manifest["metadata"]["name"]
+        if self._api.is_terminating:
+            raise ApiError(403, "Forbidden", _GOING.format(kind=kind, name=name))
+        if kind == "Job" and self._api.refuses_jobs:
+            raise ApiError(403, "Forbidden", _QUOTA)
         if kind == "Event":
             self._api.events[manifest["reason"]] += 1
-            self._story.tell(f"event {manifest['reason']}")
+            self._story.tell(f"event {manifest['reason']}: {manifest['note'][:140]}")
             return manifest
 
         def write() -> Object:
@@ -135,6 +143,8 @@ class Client:
             if version is not None and found["metadata"]["resourceVersion"] != version:
                 return
             self._told(f"deletes {kind} {name}")
+            if kind == "SFTJob":
+                self._api.on_deletion(found)
             self._api.delete(kind, name, at_once=grace_seconds == 0)
 
         self._write(write)

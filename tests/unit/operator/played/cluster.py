@@ -54,6 +54,12 @@ class ApiServer:
         self.writes = 0
         """Of operators."""
         self.version = 100
+        self.is_terminating = False
+        """The namespace is to go: nothing is made there any more."""
+        self.on_deletion: Callable[[Object], None] = lambda manifest: None
+        """Called with an SFTJob that an operator deletes."""
+        self.refuses_jobs = False
+        """No Job may be made: a quota of the namespace is used."""
         self._story = story
         self._made = 0
 
@@ -77,6 +83,11 @@ class ApiServer:
             return before
         if after.get("spec") != before.get("spec"):
             after["metadata"] = {**after["metadata"], "generation": before["metadata"]["generation"] + 1}
+        if "deletionTimestamp" in after["metadata"] and kind == "SFTJob" and not after["metadata"].get("finalizers"):
+            self._story.tell("SFTJob is gone")
+            self.objects[kind, name] = after
+            self.remove(kind, name)
+            return after
         return self._keep(kind, "MODIFIED", after)
 
     def say(self, kind: str, name: str, **conditions: tuple[bool, str, str]) -> None:
@@ -100,9 +111,13 @@ class ApiServer:
 
     def delete(self, kind: str, name: str, *, at_once: bool = False) -> None:
         """As asked for: pods end first, unless their node is not waited for."""
+        found = self.find(kind, name)
         if kind == "Pod" and not at_once:
             self.ask_to_end(name)
-        elif self.find(kind, name):
+        elif found and kind == "SFTJob" and found["metadata"].get("finalizers"):
+            if "deletionTimestamp" not in found["metadata"]:
+                self.change(kind, name, {"metadata": {"deletionTimestamp": self._story.now()}})
+        elif found:
             self.remove(kind, name)
 
     def ask_to_end(self, name: str, disrupted_by: str = "") -> None:

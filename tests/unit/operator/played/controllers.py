@@ -6,7 +6,7 @@ from sft_operator.names import TRACKING_FINALIZER
 from sft_operator.picture.observed import Warning
 from tests.unit.operator.make import Object, at
 from tests.unit.operator.played.cluster import PODS, ApiServer, Story
-from tests.unit.operator.played.nodes import FATAL, Nodes, PlayedPod
+from tests.unit.operator.played.nodes import FATAL, IN_USE, Nodes, PlayedPod
 from tests.unit.operator.test_reconciler import KEY
 
 _QUOTA = 'pods "tulu-0-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: 8, limited: 8'
@@ -35,7 +35,7 @@ class JobController:
     def _sync(self, job: Object, pods: list[PlayedPod]) -> None:
         living, done = [pod for pod in pods if pod.living], {pod.index for pod in pods if pod.phase == "Succeeded"}
         suspended = bool(job["spec"].get("suspend"))
-        if any(pod.exit_code == FATAL and pod.phase == "Failed" for pod in pods):
+        if any(pod.exit_code in (FATAL, IN_USE) and pod.phase == "Failed" for pod in pods):
             self._end(living)
             self._say(FailureTarget=True, **({} if living else {"Failed": True}))
         elif len(done) == PODS:
@@ -72,6 +72,8 @@ class JobController:
         replaced = max((pod.replaced + 1 for pod in tracked), default=0)
         last = max((pod.ended or 0.0 for pod in tracked), default=0.0)
         if tracked and self._story.seconds < last + min(600, 10 * 2 ** (replaced - 1)):
+            return
+        if self._api.is_terminating:
             return
         if self.is_over_quota:
             self.refused = Warning(f"Job/{KEY.name}", "FailedCreate", f"Error creating: {_QUOTA}", at(self._story.time))
@@ -124,12 +126,26 @@ class GarbageCollector:
         elif "foregroundDeletion" in finalizers:
             for kind, name in owned:
                 self._api.delete(kind, name)
-        if finalizers:
-            self._api.change("SFTJob", KEY.name, {"metadata": {"finalizers": finalizers}})
-        else:
-            self._story.tell("SFTJob is gone")
-            self._api.remove("SFTJob")
+        self._api.change("SFTJob", KEY.name, {"metadata": {"finalizers": finalizers}})
 
     def _is_owned(self, manifest: Object, owner: Object) -> bool:
         uid = owner["metadata"]["uid"]
         return any(reference["uid"] == uid for reference in manifest["metadata"].get("ownerReferences", ()))
+
+
+class NamespaceController:
+    """Empties a namespace that is to go, object by object, in no order."""
+
+    def __init__(self, story: Story, api: ApiServer) -> None:
+        self._story = story
+        self._api = api
+
+    def step(self) -> None:
+        if not self._api.is_terminating or self._story.random.random() < 0.8:
+            return
+        left = [key for key in self._api.objects if key[0] != "Namespace"]
+        if left:
+            self._api.delete(*self._story.random.choice(left))
+        else:
+            self._story.tell("the namespace is gone")
+            self._api.is_terminating = False

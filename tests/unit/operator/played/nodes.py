@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.unit.operator.played.training import Training
 
 TOTAL_STEPS = 60
-INTERRUPTED, CRASHED, FATAL, KILLED, LOST = 30, 31, 11, 143, 255
+INTERRUPTED, CRASHED, FATAL, IN_USE, KILLED, LOST = 30, 31, 11, 18, 143, 255
 """Exit codes."""
 _NAMES = tuple(f"node-{number}" for number in range(4))
 _UNHEARD_SECONDS = 40.0
@@ -104,7 +104,7 @@ class Nodes:
     def find(self, *, anew: bool = False) -> None:
         """The node is back; ``anew``: it has started again, and its containers are gone."""
         node, self._lost = self._lost[0] if self._lost else "", None
-        for pod in self.pods:
+        for pod in [pod for pod in self.pods if self._api.find("Pod", pod.name)]:
             if pod.node == node and pod.phase == "Running" and anew:
                 self.end(pod, LOST)
             elif pod.node == node and pod.phase == "Running" and pod.ended is None:
@@ -112,6 +112,10 @@ class Nodes:
 
     def is_lost(self, pod: PlayedPod) -> bool:
         return self._lost is not None and pod.node == self._lost[0]
+
+    @property
+    def lost_node(self) -> str:
+        return self._lost[0] if self._lost else ""
 
     def step(self, training: Training) -> None:
         self._notice_loss()
