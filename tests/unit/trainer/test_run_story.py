@@ -78,6 +78,7 @@ class Story(Trainer):
             checkpoint_of=lambda step: CheckpointId(1, step),
             outage=Outage(3600),
             look_after=lambda: False,
+            may_have_arrived=lambda: False,
             in_flight=False,
         )
         self.store = LocalStore(folder / "store")
