@@ -237,19 +237,27 @@ class Asking:
     async def _remove_place(self, key: Key, question: RemovePlace) -> Answer:
         turn, why = None, "the operator has no store"
         try:
-            if await self._was_left_behind(key, question.uid):
-                turn = RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
-            elif not question.looks and not await self._is_to_go(key, question.uid):
-                return lambda memory: deletion.nothing_removed(memory, clock=_clock())
-            elif self._remover and not question.looks:
-                turn = await self._remover.turn(question)
+            if question.looks:
+                turn = await self._left_behind(key, question.uid)
+            elif self._remover:
+                turn = await self._remover.turn(question, lambda: self._instead(key, question.uid))
         except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
             logger.warning("%s: its place cannot be removed now: %s", key, error)
             why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
-        if question.looks and turn is None:
+        if (question.looks and turn is None) or (turn is not None and turn.state == "not to go"):
             # Also where nobody knows it: that the store was away begins with the first removal.
             return lambda memory: deletion.nothing_removed(memory, clock=_clock())
         return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
+
+    async def _instead(self, key: Key, uid: str) -> RemovalTurn | None:
+        """What becomes of a place that is not to be removed after all; None: it is."""
+        # In this order: the garbage collector lets the Job go before the SFTJob.
+        return RemovalTurn("not to go") if not await self._is_to_go(key, uid) else await self._left_behind(key, uid)
+
+    async def _left_behind(self, key: Key, uid: str) -> RemovalTurn | None:
+        if not await self._was_left_behind(key, uid):
+            return None
+        return RemovalTurn("kept", f"the Job {key.name} was left behind (--cascade=orphan), and saves there")
 
     async def _is_to_go(self, key: Key, uid: str) -> bool:
         """Whether the SFTJob is going, and its place with it, as its user has it now: what is removed is gone, and a

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -83,12 +83,20 @@ class PlaceRemover:
         self._one_client = threading.Lock()
         self._client: Any = None
 
-    async def turn(self, wanted: RemovePlace) -> RemovalTurn:
-        """Remove what can be removed within some seconds; raises ``StoreError``."""
+    async def turn(self, wanted: RemovePlace, instead: Callable[[], Awaitable[RemovalTurn | None]]) -> RemovalTurn:
+        """Remove what can be removed within some seconds, unless ``instead``, which is asked when nothing is waited for
+        any more, says what becomes of the place. Raises ``StoreError``, and what that raises."""
         stop = threading.Event()
         await self._limit.acquire()
-        removing = asyncio.create_task(asyncio.to_thread(self._turn, wanted, stop))
-        removing.add_done_callback(lambda _: self._limit.release())
+        removing = None
+        try:
+            if turn := await instead():
+                return turn
+            removing = asyncio.create_task(asyncio.to_thread(self._turn, wanted, stop))
+            removing.add_done_callback(lambda _: self._limit.release())
+        finally:
+            if removing is None:
+                self._limit.release()
         try:
             return await asyncio.shield(removing)
         except asyncio.CancelledError:

@@ -100,8 +100,8 @@ class Patched:
 class RemovalTurn:
     """How far the removal of a place came in one turn."""
 
-    state: Literal["goes on", "waits", "gone", "empty", "kept"]
-    """empty: nothing was there to remove. kept: it is not ours, and stays."""
+    state: Literal["goes on", "waits", "gone", "empty", "kept", "not to go"]
+    """empty: nothing was there to remove. kept: it is not ours, and stays. not to go: as its user has it now."""
     why: str = ""
     """It waits, or is kept."""
 

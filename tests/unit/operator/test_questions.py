@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from sft_operator.cluster.asking import Asking
 from sft_operator.cluster.client import ApiError, Cluster
 from sft_operator.cluster.progress_client import ProgressClient, UnreadableReport
 from sft_operator.cluster.store_removal import PlaceRemover
+from sft_operator.config import StoreSettings
 from sft_operator.decisions.questions import (
     Asked,
     ask_kueue,
@@ -416,13 +418,14 @@ def going(*, policy: str = "Delete", deleted: bool = True) -> dict[str, Any]:
 
 
 AS_ASKED = going()
+REMOVAL = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0)
 
 
 class Remover:
     """Removes a place in one turn."""
 
-    async def turn(self, wanted: RemovePlace) -> RemovalTurn:
-        return RemovalTurn("gone")
+    async def turn(self, wanted: RemovePlace, instead: Callable[[], Awaitable[RemovalTurn | None]]) -> RemovalTurn:
+        return await instead() or RemovalTurn("gone")
 
 
 @pytest.mark.parametrize(
@@ -459,6 +462,39 @@ def test_nothing_is_removed_that_is_to_stay_though_no_watch_has_told_that_yet(ow
     assert (removal.last, removal.turns, removal.stuck_since) == (None, 1, None)
 
 
+def test_who_waits_for_others_places_to_be_removed_is_asked_when_its_turn_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many jobs that go, the last ones wait for minutes."""
+    ends = threading.Event()
+    begun: list[RemovePlace] = []
+
+    def turn(_: PlaceRemover, wanted: RemovePlace, stop: threading.Event) -> RemovalTurn:
+        begun.append(wanted)
+        ends.wait(30)
+        return RemovalTurn("gone")
+
+    monkeypatch.setattr(PlaceRemover, "_turn", turn)
+    jobs, remover = Jobs(ApiError(404, "NotFound", "gone")), PlaceRemover(StoreSettings(uri="s3://platform/sft"))
+
+    async def scenario() -> list[PlaceRemoval | None]:
+        waiting = [asking_about_one_job(api=jobs, remover=remover)[:2] for _ in range(5)]
+        for asking, picture in waiting:
+            picture.remember(KEY, Memory("sft-uid"))
+            asking.put(KEY, [REMOVAL])
+        # Given that the places of two are removed
+        await until(lambda: len(begun) == 2)
+        # When the others are set to Keep
+        jobs.owner = going(policy="Keep")
+        ends.set()
+        await until(lambda: all(picture.memory(KEY).removal for _, picture in waiting))
+        return [picture.memory(KEY).removal for _, picture in waiting]
+
+    states = [removal and removal.last for removal in asyncio.run(asyncio.wait_for(scenario(), 30))]
+
+    assert states == [RemovalTurn("gone")] * 2 + [None] * 3
+
+
 @pytest.mark.parametrize(
     ("answer", "state"),
     [
@@ -482,15 +518,14 @@ def removal_after(
 ) -> PlaceRemoval:
     """How far the removal of a place has come after one question, where ``answer`` is the Job that the API server has,
     and ``owner`` its SFTJob."""
-    wanted = RemovePlace("sft-uid", "s3://platform/sft/team/tulu", "tulu", "team", Numbers({}), 0, looks=looks)
 
     async def scenario() -> PlaceRemoval:
         jobs = Jobs(answer)
         jobs.owner = owner
-        asking, picture, again = asking_about_one_job(api=jobs, remover=Remover())
+        asking, picture, _ = asking_about_one_job(api=jobs, remover=Remover())
         picture.remember(KEY, Memory("sft-uid"))
-        asking.put(KEY, [wanted])
-        await until(lambda: bool(again))
+        asking.put(KEY, [replace(REMOVAL, looks=looks)])
+        await until(lambda: picture.memory(KEY).removal is not None)
         removal = picture.memory(KEY).removal
         assert removal is not None
         return removal

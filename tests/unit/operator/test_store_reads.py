@@ -134,7 +134,10 @@ def test_credentials_that_nobody_hands_out_yet_are_asked_for_again(monkeypatch: 
         with pytest.raises(StoreError, match=why):
             await store.read(uri)
         with pytest.raises(StoreError, match=why):
-            await remover.turn(RemovePlace("uid", uri, "run", "team", Numbers({}), 0))
+            await remover.turn(RemovePlace("uid", uri, "run", "team", Numbers({}), 0), at_once)
+
+    async def at_once() -> None:
+        pass
 
     asyncio.run(look("Unable to locate credentials"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

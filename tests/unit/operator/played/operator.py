@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime
 from typing import TypeVar, cast
 
@@ -77,8 +77,8 @@ class _Remover(PlaceRemover):
         super().__init__(STORE, clock=lambda: clock() + client.spent, now=now)
         self._client = client
 
-    async def turn(self, wanted: RemovePlace) -> RemovalTurn:
-        return self._turn(wanted, threading.Event())
+    async def turn(self, wanted: RemovePlace, instead: Callable[[], Awaitable[RemovalTurn | None]]) -> RemovalTurn:
+        return await instead() or self._turn(wanted, threading.Event())
 
 
 class Questions:
