@@ -268,7 +268,8 @@ class Asking:
             if error.code == 404:
                 return False
             raise
-        self._picture.store(KIND, job)
+        if self._picture.store(KIND, job):
+            self._look_again(key)  # a watch that tells it later tells nothing new
         metadata = part(job, "metadata")
         return metadata.get("uid") == uid and "deletionTimestamp" in metadata and deletion.asks_removal(job)
 

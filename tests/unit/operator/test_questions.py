@@ -462,6 +462,25 @@ def test_nothing_is_removed_that_is_to_stay_though_no_watch_has_told_that_yet(ow
     assert (removal.last, removal.turns, removal.stuck_since) == (None, 1, None)
 
 
+def test_what_is_heard_before_a_turn_is_looked_at_during_it() -> None:
+    """When the watch tells it, nothing of it is new."""
+
+    class Slow(Remover):
+        async def turn(self, wanted: RemovePlace, instead: Callable[[], Awaitable[RemovalTurn | None]]) -> RemovalTurn:
+            assert await instead() is None
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def scenario() -> None:
+        asking, picture, again = asking_about_one_job(api=Jobs(ApiError(404, "NotFound", "gone")), remover=Slow())
+        asking.put(KEY, [REMOVAL])
+        await until(lambda: bool(again))
+        assert (asking.followed, picture.store("SFTJob", AS_ASKED)) == (1, None)
+        asking.put(KEY, [])
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_who_waits_for_others_places_to_be_removed_is_asked_when_its_turn_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
