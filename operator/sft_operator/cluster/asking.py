@@ -271,7 +271,7 @@ class Asking:
         if self._picture.store(KIND, job):
             self._look_again(key)  # a watch that tells it later tells nothing new
         metadata = part(job, "metadata")
-        return metadata.get("uid") == uid and "deletionTimestamp" in metadata and deletion.asks_removal(job)
+        return metadata.get("uid") == uid and "deletionTimestamp" in metadata and deletion.takes_place(job)
 
     async def _was_left_behind(self, key: Key, uid: str) -> bool:
         """Whether the Job lives on without its SFTJob: it has lost the owner by which it would be seen."""

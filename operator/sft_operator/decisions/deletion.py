@@ -51,6 +51,16 @@ def asks_removal(manifest: Manifest) -> bool:
     return part(manifest, "spec").get("deletionPolicy") == "Delete"
 
 
+def leaves_children(manifest: Manifest) -> bool:
+    """Whether what belongs to the SFTJob in ``manifest`` lives on without it (``--cascade=orphan``)."""
+    return "orphan" in (part(manifest, "metadata").get("finalizers") or ())
+
+
+def takes_place(manifest: Manifest) -> bool:
+    """Whether the place goes with the SFTJob in ``manifest``, which is going."""
+    return asks_removal(manifest) and not leaves_children(manifest)
+
+
 def why_not_removable(uri: str | None, s3: S3Spec | None, store: StoreSettings | None, namespace: str) -> str:
     """What to change so that the operator can remove the place ``uri``; empty when it can."""
     keep = "or set spec.deletionPolicy to Keep"

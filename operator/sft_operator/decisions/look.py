@@ -23,8 +23,10 @@ from .deletion import (
     find_left_behind,
     is_overdue,
     kept,
+    leaves_children,
     may_be_left_behind,
     remove_place,
+    takes_place,
     why_not_removable,
     with_finalizer,
     with_warnings,
@@ -130,9 +132,9 @@ class _Look(Notes):
     # Going, ended, under way
 
     def _release(self) -> None:
-        """Delete the Job of an SFTJob that is going, unless its children are to stay (``--cascade=orphan``)."""
+        """Delete the Job of an SFTJob that is going, unless its children are to stay."""
         child = self._observed.job
-        if child and not child.deleting and "orphan" not in (self._manifest["metadata"].get("finalizers") or ()):
+        if child and not child.deleting and not leaves_children(self._manifest):
             self._delete("Job", child.name, child.uid)
 
     def _remove_place(self) -> Result:
@@ -142,7 +144,7 @@ class _Look(Notes):
         if finalizers is None:
             return self._result()
         job, _ = self._read_spec()
-        stays = not asks_removal(self._manifest) or "orphan" in finalizers
+        stays = not takes_place(self._manifest)
         if stays or (why := self._why_not_removable(job)):
             return self._let_go(finalizers, None if stays else kept(why))
         uri, _ = self._places(job)

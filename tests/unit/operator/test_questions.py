@@ -33,7 +33,7 @@ from sft_operator.decisions.queue import not_stopped
 from sft_operator.decisions.result import AskKueue, AskTrainer, Question, ReadEvents, ReadNamespace, RemovePlace
 from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
-from sft_operator.names import QUEUE_LABEL, UID_LABEL
+from sft_operator.names import PLACE_FINALIZER, QUEUE_LABEL, UID_LABEL
 from sft_operator.picture.memory import Memory, PlaceRemoval, RemovalTurn
 from sft_operator.picture.observed import Observed, Warning
 from sft_operator.picture.picture import Key, Picture
@@ -409,9 +409,10 @@ class Jobs:
         return self.answer
 
 
-def going(*, policy: str = "Delete", deleted: bool = True) -> dict[str, Any]:
+def going(*finalizers: str, policy: str = "Delete", deleted: bool = True) -> dict[str, Any]:
     """An SFTJob whose place is to go with it."""
     made = job_manifest(deletionPolicy=policy)
+    made["metadata"]["finalizers"] = [PLACE_FINALIZER, *finalizers]
     made["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
     made["metadata"]["resourceVersion"] = "6"
     return made
@@ -452,8 +453,8 @@ def test_the_place_of_a_job_that_was_left_behind_is_not_removed(
 
 @pytest.mark.parametrize(
     "owner",
-    [going(policy="Keep"), going(deleted=False), None],
-    ids=["kept after all", "not going", "gone"],
+    [going(policy="Keep"), going("orphan"), going(deleted=False), None],
+    ids=["kept after all", "its children stay after all", "not going", "gone"],
 )
 def test_nothing_is_removed_that_is_to_stay_though_no_watch_has_told_that_yet(owner: dict[str, Any] | None) -> None:
     """A watch may be silent for more than a minute before that is noticed."""
