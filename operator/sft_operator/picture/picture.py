@@ -218,7 +218,8 @@ class Picture:
         key, uid = key_of(kind, manifest), uid_of(manifest)
         if key is None:
             return self._let_go(kind, manifest)
-        self._deleted[kind][uid] = version_of(manifest)
+        # The latest that is known: where a write finds it gone (404) this is only the one that was held.
+        self._deleted[kind][uid] = max(version_of(manifest), self._deleted[kind].get(uid, 0))
         entry = self.entry(key)
         entry.unreadable.pop((kind, uid), None)
         if kind != "Pod":

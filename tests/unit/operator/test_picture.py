@@ -344,6 +344,15 @@ def test_a_change_that_is_told_after_the_deletion_brings_nothing_back() -> None:
     assert [pod.index for pod in picture.observed(KEY).pods] == [0]
 
 
+def test_nor_does_one_that_was_asked_for_before_it_when_a_write_finds_it_gone() -> None:
+    picture = full_picture()
+    picture.remove("SFTJob", versioned(job_manifest(), 51))
+    picture.remove("SFTJob", versioned(job_manifest(), 40))
+
+    assert picture.store("SFTJob", versioned(job_manifest(), 50)) is None
+    assert picture.manifest(KEY) is None
+
+
 def test_what_a_listing_did_not_show_is_not_brought_back_by_what_was_told_before() -> None:
     picture = full_picture()
     assert take_listing(picture, "Pod", [pod_manifest(0)], version=40) == {KEY}
