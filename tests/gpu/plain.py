@@ -28,6 +28,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from sft_trainer.versions import show_flash_attention
+
 _AT_ONCE = (1, 2, 4)
 """Bins in one forward pass that are tried."""
 _NOT_TRAINED = -100
@@ -122,12 +124,21 @@ def fastest(counts: Sequence[int], seconds_with: Callable[[int], float]) -> int:
     return min(seconds, key=seconds.__getitem__)
 
 
-def _has_flash_attention_2() -> bool:
-    """FlashAttention 4 has a package of the same name."""
+def _find_flash_attention_2() -> bool:
+    """Whether it is there, and have transformers find it. FlashAttention 4 has a package of the same name, which the
+    process that this one was forked from hides."""
+    from transformers.utils import import_utils
+
+    show_flash_attention()
     try:
-        return importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
+        there = importlib.util.find_spec("flash_attn.flash_attn_interface") is not None
     except ModuleNotFoundError:
-        return False
+        there = False
+    if there:
+        # That there is none was looked up, and is kept, while it was hidden.
+        import_utils.is_flash_attn_2_available.cache_clear()
+        import_utils.is_flash_attn_greater_or_equal.cache_clear()
+    return there
 
 
 class _Loop:
@@ -138,7 +149,7 @@ class _Loop:
 
         self.settings, self.device = settings, torch.device(settings.device)
         self.on_gpu = self.device.type == "cuda"
-        has_flash = self.on_gpu and _has_flash_attention_2()
+        has_flash = self.on_gpu and _find_flash_attention_2()
         self._boundaries = has_flash and settings.packed
         self.attention = "flash_attention_2" if has_flash else "sdpa"
         dtype = torch.bfloat16 if settings.rank and self.on_gpu else torch.float32

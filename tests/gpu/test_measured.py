@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,20 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.utils import import_utils
 
 from sft_trainer.flops import ModelFlops
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.trainable import trainable_of
+from sft_trainer.versions import hide_flash_attention_4
 from tests.gpu import measured
 from tests.gpu.figures import Figures
 from tests.gpu.fused_blocks import Kernels, fused_blocks
 from tests.gpu.inputs import QWEN3_0_6B, QWEN3_1_7B, QWEN3_8B_LORA, SMALL, SMALL_LORA, ModelShape, make_model
 from tests.gpu.measured import Effort, Run, Scene, compare
-from tests.gpu.plain import _arguments, fastest
+from tests.gpu.plain import _arguments, _find_flash_attention_2, fastest
 
 CPU = torch.device("cpu")
 
@@ -161,6 +164,40 @@ def test_the_plain_loop_takes_the_fastest_number_of_bins_for_which_there_is_room
     assert fastest([1, 2], {1: 2.0, 2: 3.0}.__getitem__) == 1
     with pytest.raises(torch.OutOfMemoryError):
         fastest([4], seconds_with)
+
+
+def test_the_plain_loop_finds_flash_attention_2_where_what_it_was_forked_from_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given its package, and a process that looked for it while what is called so was hidden
+    for name, text in {
+        "flash_attn/__init__.py": "",
+        "flash_attn/flash_attn_interface.py": "",
+        "flash_attn-2.8.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+    monkeypatch.setattr(import_utils, "_package_distribution_mapping", lambda: {"flash_attn": ["flash-attn"]})
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    looked_up = (import_utils.is_flash_attn_2_available, import_utils.is_flash_attn_greater_or_equal)
+    try:
+        hide_flash_attention_4()
+        for look in looked_up:
+            look.cache_clear()
+        assert not import_utils.is_flash_attn_2_available()
+        assert not import_utils.is_flash_attn_greater_or_equal("2.3.3")
+
+        # When the plain loop looks for it, then transformers has it too
+        assert _find_flash_attention_2()
+        assert import_utils.is_flash_attn_2_available()
+        assert import_utils.is_flash_attn_greater_or_equal("2.3.3")
+    finally:
+        for look in looked_up:
+            look.cache_clear()
+        for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("boundaries", [True, False])
