@@ -19,7 +19,7 @@ _REPEATS = 10
 def flash_attention(device: torch.device) -> dict[str, Figure]:
     """The error of output and gradients of each kind of heads; the time of forward and backward by what is used without
     it, torch's kernel or the operator in blocks of rows (``…_time_by_others``, below 1 is faster)."""
-    from sft_trainer.models.attention_choice import error_of
+    from sft_trainer.models.attention_choice import error_of, is_made_for
     from sft_trainer.models.flash_attention import Kind
     from sft_trainer.versions import find_flash_attention_4
 
@@ -27,6 +27,8 @@ def flash_attention(device: torch.device) -> dict[str, Figure]:
         raise Skipped("cpu")
     if not find_flash_attention_4():
         raise Skipped("no_flash_attention_4")
+    if not is_made_for(device):
+        raise Skipped("another_gpu")
     kinds = {
         "qwen3": Kind(2, 128, 128, windowed=False, cap=None, sinks=False),
         "llama_1b": Kind(4, 64, 64, windowed=False, cap=None, sinks=False),

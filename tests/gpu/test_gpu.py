@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from sft_api.generate import ROOT
+from sft_trainer import versions
 from sft_trainer.loss import linear_cross_entropy
 from sft_trainer.models.documents import attend
 from tests.gpu import __main__ as command
-from tests.gpu import megatron, models, runs
+from tests.gpu import flash, megatron, models, runs
 from tests.gpu.figures import Figures, beside_goals
 from tests.gpu.inputs import SMALL
 from tests.gpu.isolated import Outcome, Skipped, last_lines, run_isolated
@@ -181,6 +182,16 @@ def test_a_goal_that_is_missed_is_told_and_is_no_failure(
     assert (figures["m_ours_mfu_goal"], figures["m_ours_mfu_reached"], figures["goals_missed"]) == ("0.4", "no", "1")
     assert figures["m_ratio_to_plain_reached"] == "yes"
     assert "not_measured_goal" not in figures
+
+
+@pytest.mark.parametrize(("there", "capability", "why"), [(False, 9, "no_flash_attention_4"), (True, 8, "another_gpu")])
+def test_flash_attention_4_is_not_tried_where_it_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, there: bool, capability: int, why: str
+) -> None:
+    monkeypatch.setattr(versions, "find_flash_attention_4", lambda: there)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    with pytest.raises(Skipped, match=why):
+        flash.flash_attention(torch.device("cuda", 0))
 
 
 def test_without_ray_that_check_is_skipped_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     monkeypatch.setattr(flash_attention, "flash_attention_4_backward", package.backward)
     monkeypatch.setattr(flash_attention, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(attention_choice, "find_flash_attention_4", lambda: True)
-    monkeypatch.setattr(attention_choice, "_is_made_for", lambda device: True)
+    monkeypatch.setattr(attention_choice, "is_made_for", lambda device: True)
     monkeypatch.delenv(VARIABLE, raising=False)
     yield package
     flash_attention.use(())
@@ -228,7 +228,7 @@ def test_it_is_not_asked_where_it_is_not_to_be_used(
     if why == "switched off":
         monkeypatch.setenv(VARIABLE, "off")
     elif why == "another GPU":
-        monkeypatch.setattr(attention_choice, "_is_made_for", lambda device: False)
+        monkeypatch.setattr(attention_choice, "is_made_for", lambda device: False)
     elif why == "not installed":
         monkeypatch.setattr(attention_choice, "find_flash_attention_4", lambda: False)
     elif why == "a CPU":

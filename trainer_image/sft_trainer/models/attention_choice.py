@@ -55,7 +55,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     there = find_flash_attention_4()
     if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
         return Chosen("", "")
-    wanted = there and os.environ.get(VARIABLE) != "off" and _is_made_for(device)
+    wanted = there and os.environ.get(VARIABLE) != "off" and is_made_for(device)
     kinds = {kind.shared_by(key_repeats) for kind in attention_of(model)}
     used, reasons = set[Kind](), list[str]()
     for kind in kinds if wanted else ():
@@ -133,7 +133,8 @@ def _error(kind: Kind, device: torch.device, lengths: Sequence[int], by_flash: b
     return float(torch.stack(errors).max())
 
 
-def _is_made_for(device: torch.device) -> bool:
+def is_made_for(device: torch.device) -> bool:
+    """Whether FlashAttention 4 has all kernels for the GPU ``device``."""
     return torch.cuda.get_device_capability(device)[0] in _GENERATIONS
 
 
