@@ -147,14 +147,14 @@ class DummyRun(Trainer):
 
 def prepare_dummy(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
     """The model as a run of ``config`` has it, and steps of random tokens. Nothing of ``data`` is read."""
-    path, model, digest, uncompiled = prepare_model(config, reporter, device)
+    path, model, digest, attention, uncompiled = prepare_model(config, reporter, device)
     huggingface: Any = model.huggingface
     examples: Any = RandomExamples.filling(config, huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(config.spec, config.plan, [examples])
     total = config.spec.training.steps
     assert total is not None  # noqa: S101 - a dummy run has that many
     uri = config.spec.model.uri
-    return Prepared(uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size, uncompiled)
+    return Prepared(uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size, uncompiled, attention)
 
 
 def memory_here(device: torch.device) -> list[float]:

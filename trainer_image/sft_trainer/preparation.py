@@ -27,7 +27,7 @@ from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError, ModelError
 from .fetch import localise
-from .models.attention_choice import choose_attention
+from .models.attention_choice import Chosen, choose_attention
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
@@ -45,9 +45,11 @@ from .strategies.megatron import layout, refused
 from .trainable import check_modules, trainable_of
 
 
-def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> tuple[Path, CausalLM, str, str]:
-    """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, and
-    why its layers cannot be compiled here, see ``Prepared``.
+def prepare_model(
+    config: TrainerConfig, reporter: Reporter, device: torch.device
+) -> tuple[Path, CausalLM, str, Chosen, str]:
+    """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, what
+    computes attention here, and why its layers cannot be compiled here, see ``Prepared``.
 
     What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
     """
@@ -85,7 +87,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     if attention.not_used:
         reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
-    return path, model, digest, _uncompiled(config, model.huggingface, device, computed)
+    return path, model, digest, attention, _uncompiled(config, model.huggingface, device, computed)
 
 
 def _key_repeats(spec: SFTJobSpec, config: Any) -> int:
@@ -140,7 +142,7 @@ def prepare(
     """
     spec = config.spec
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model_path, model, digest, uncompiled = prepare_model(config, reporter, device)
+    model_path, model, digest, attention, uncompiled = prepare_model(config, reporter, device)
     tokenizer_uri = spec.model.tokenizer_uri
     tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model_path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
@@ -191,6 +193,7 @@ def prepare(
         total_steps,
         epoch_size,
         uncompiled,
+        attention,
     )
 
 

@@ -11,6 +11,7 @@ from sft_api.v1alpha1 import SFTJobSpec
 from .boxes import Box
 from .data.batches import StepSchedule
 from .data.tokenized import TokenizedSource
+from .models.attention_choice import NOTHING_CHOSEN, Chosen
 from .models.causal_lm import CausalLM
 from .models.lora import initialize_adapters, is_adapter
 from .models.weights import load_weights
@@ -38,6 +39,8 @@ class Prepared:
     epoch_size: int
     uncompiled: str
     """Why the layers cannot be compiled, as far as this process knows; empty where they can, or are not to be."""
+    attention: Chosen = NOTHING_CHOSEN
+    """What FlashAttention 4 computes in this process."""
 
     def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
         """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""

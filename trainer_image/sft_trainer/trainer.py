@@ -61,6 +61,7 @@ from .flops import ModelFlops
 from .keeps_tokens import is_shared, kept_tokens, remove_kept
 from .late import LateFigures, Launched, Moment, steps_behind
 from .listeners import OurListeners
+from .models import flash_attention
 from .optim import learning_rate
 from .origin import Origin
 from .outage import of_the_place
@@ -138,6 +139,7 @@ class Trainer:
         if not self.topology.prepares:
             self.prepared = self._prepare()
         self._compare()
+        self._tell_attention()
         self._compile_alike()
 
         self._claim()
@@ -263,6 +265,22 @@ class Trainer:
         here = fingerprint(self.config, self.prepared)
         with self._others("to compare"):
             check_alike(here)
+
+    def _tell_attention(self) -> None:
+        """Tell of other kernels of attention than the first process has, which alone tells of its own."""
+        if self.topology.alone or self.device.type != flash_attention.DEVICE_TYPE:
+            return
+        with self._others("to compare kernels of attention"):
+            chosen = gathered(self.prepared.attention)
+        rank = next((rank for rank, here in enumerate(chosen) if here.used != chosen[0].used), None)
+        if rank is None:
+            return
+        here = chosen[rank]
+        why = f", and is not used for {here.not_used}" if here.not_used else ""
+        self.reporter.warn(
+            f"process {rank} of {len(chosen)} has other kernels of attention than process 0, and a step takes as "
+            f"long as the slowest: there FlashAttention 4 computes {here.used or 'nothing'}{why}"
+        )
 
     def _compile_alike(self) -> None:
         """Have layers compiled on all processes or on none: what is reckoned of memory depends on it.

@@ -3,14 +3,18 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import library
 
 from sft_api.v1alpha1.runtime import EnvVar
+from sft_trainer import trainer
 from sft_trainer.errors import ConfigError, DeviceUnavailableError
 from sft_trainer.models import attention, attention_choice, flash_attention
 from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
@@ -21,6 +25,8 @@ from sft_trainer.models.flash_attention import Kind, flash_gradients_operator, f
 from sft_trainer.models.probe import attention_of
 from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
+from sft_trainer.topology import Topology
+from sft_trainer.trainer import Trainer
 from sft_trainer.versions import attention_kernels, find_flash_attention_4, hide_flash_attention_4
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_config, save_model
@@ -279,6 +285,29 @@ def test_what_is_used_is_said(package: Package, tmp_path: Path) -> None:
     package.spoiled = lambda kind: "key"
     prepare_model(config, reporter, CPU)
     assert any(text.startswith("FlashAttention 4 is not used for heads of ") for text in warned)
+
+
+def test_other_kernels_than_those_of_the_first_process_are_told(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two processes, of which the second one found it wrong: what only that one says reaches nobody
+    run = SimpleNamespace(device=CPU, topology=Topology(rank=0, local_rank=0, world_size=2, shard=2), reporter=Mock())
+    run._others = lambda what: nullcontext()
+    run.prepared = SimpleNamespace(attention=chosen(tmp_path))
+    package.spoiled = lambda kind: "key"
+    second = chosen(tmp_path)
+    monkeypatch.setattr(trainer, "gathered", lambda here: [here, second])
+
+    # When they are compared, then the first one tells; and nothing where both have the same
+    Trainer._tell_attention(run)  # type: ignore[arg-type]
+    (said,) = run.reporter.warn.call_args.args
+    assert "process 1 of 2 has other kernels" in said
+    assert "FlashAttention 4 computes nothing, and is not used for heads of " in said
+    assert "off by nan of their length" in said
+    run.reporter.warn.reset_mock()
+    monkeypatch.setattr(trainer, "gathered", lambda here: [here, here])
+    Trainer._tell_attention(run)  # type: ignore[arg-type]
+    run.reporter.warn.assert_not_called()
 
 
 @pytest.mark.usefixtures("package")

@@ -42,6 +42,10 @@ class Chosen(NamedTuple):
     """What it does not although it is there and made for the GPU, and why; empty for nothing."""
 
 
+NOTHING_CHOSEN = Chosen("", "")
+"""Where it is not to be used, or not there."""
+
+
 def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_repeats: int = 1) -> Chosen:
     """Have attention of ``model`` (on the meta device), computed in ``dtype``, go by FlashAttention 4 where it can.
 
@@ -54,7 +58,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     flash_attention.use(())
     there = find_flash_attention_4()
     if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
-        return Chosen("", "")
+        return NOTHING_CHOSEN
     wanted = there and os.environ.get(VARIABLE) != "off" and is_made_for(device)
     kinds = {kind.shared_by(key_repeats) for kind in attention_of(model)}
     used, reasons = set[Kind](), list[str]()
