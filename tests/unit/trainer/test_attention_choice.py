@@ -226,6 +226,17 @@ def test_a_kernel_that_breaks_the_device_is_said_with_what_leaves_it_out(
         chosen(tmp_path)
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_gpu_that_is_full_says_nothing_of_its_kernels(
+    package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    # Given a process of before that still holds the memory: without its own kernels the whole run would be slow
+    monkeypatch.setattr(attention_choice, "error_of", Mock(side_effect=torch.OutOfMemoryError("tried 2 MiB")))
+    monkeypatch.setattr(attention_choice, "find_flash_attention_4", lambda: there)
+    with pytest.raises(DeviceUnavailableError, match=r"another process uses it \(tried 2 MiB\)"):
+        chosen(tmp_path)
+
+
 @pytest.mark.parametrize("why", ["switched off", "another GPU", "not installed", "fp32", "a CPU"])
 def test_it_is_not_asked_where_it_is_not_to_be_used(
     package: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str

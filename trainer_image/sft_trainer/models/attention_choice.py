@@ -53,7 +53,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
     random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
     compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has broken what CUDA holds of
-    this process, which nothing mends.
+    this process, which nothing mends, or there is no room to try any.
     """
     flash_attention.use(())
     there = find_flash_attention_4()
@@ -65,6 +65,8 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     for kind in kinds if wanted else ():
         try:
             error = error_of(kind, device, by_flash=True)
+        except torch.OutOfMemoryError as full:
+            raise _occupied(device, full) from full
         except Exception as failed:  # kernels raise what they like
             text = f"{type(failed).__name__}: {' '.join(str(failed).split())[:300]}"
             if not _works(device):
@@ -152,6 +154,8 @@ def _works(device: torch.device) -> bool:
 def _check_torch(kind: Kind, device: torch.device) -> None:
     try:
         error = error_of(kind, device, by_flash=False)
+    except torch.OutOfMemoryError as full:
+        raise _occupied(device, full) from full
     except Exception:
         return  # what it cannot compute at all is told by the model that is tried next
     if not error <= _LIMIT:
@@ -159,6 +163,14 @@ def _check_torch(kind: Kind, device: torch.device) -> None:
             f"PyTorch {torch.__version__} computes attention on {torch.cuda.get_device_name(device)} wrongly "
             f"({kind.words}: {_wrong(error)}): use an image with another PyTorch, or set training.precision: fp32"
         )
+
+
+def _occupied(device: torch.device, full: torch.OutOfMemoryError) -> DeviceUnavailableError:
+    """Says nothing of a kernel, and may pass: what is chosen now stays for the whole run."""
+    text = " ".join(str(full).split())[:300]
+    return DeviceUnavailableError(
+        f"{device} has no room to try attention of some documents: see whether another process uses it ({text})"
+    )
 
 
 def _wrong(error: float) -> str:
