@@ -8,7 +8,7 @@ import torch
 
 from .figures import Figure
 from .isolated import Skipped
-from .kernels import require
+from .kernels import require, seconds_of
 
 _TOKENS = 16_384
 _DOCUMENTS = 14
@@ -51,8 +51,7 @@ def _seconds(kind: Any, device: torch.device, *, by_flash: bool) -> float:
     """Of one forward and backward over some documents."""
     from sft_trainer.models import flash_attention as kernels
     from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
-
-    from .kernels import CAUSAL
+    from sft_trainer.models.attention_choice import CAUSAL
 
     def drawn(heads: int) -> torch.Tensor:
         made = torch.randn(1, _TOKENS, heads, kind.size, device=device, dtype=torch.bfloat16)
@@ -78,13 +77,7 @@ def _seconds(kind: Any, device: torch.device, *, by_flash: bool) -> float:
 
     kernels.use((kind,) if by_flash else ())
     try:
-        step()
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(_REPEATS):
-            step()
-        torch.cuda.synchronize(device)
-        return (time.perf_counter() - began) / _REPEATS
+        return seconds_of(device, _REPEATS, step)
     finally:
         kernels.use(())
 

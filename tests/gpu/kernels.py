@@ -56,7 +56,7 @@ def device_facts(device: Device) -> dict[str, Figure]:
     return facts | {"peak_bf16_tflops": peak / 1e12}
 
 
-def _seconds(device: Device, repeats: int, work: Any) -> float:
+def seconds_of(device: Device, repeats: int, work: Any) -> float:
     """Seconds of one ``work()``, the mean of ``repeats`` after a warm-up."""
     for _ in range(3):
         work()
@@ -70,13 +70,13 @@ def _seconds(device: Device, repeats: int, work: Any) -> float:
 
 def _matmul_flops(device: Device, size: int = 8192) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / _seconds(device, 20, lambda: a @ b)
+    return 2 * size**3 / seconds_of(device, 20, lambda: a @ b)
 
 
 def _copy_bytes(device: Device) -> float:
     source = torch.randn(2**29, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(device, 20, lambda: target.copy_(source))
+    return 2 * source.nbytes / seconds_of(device, 20, lambda: target.copy_(source))
 
 
 def _attended(
@@ -110,10 +110,6 @@ class _Causal(torch.nn.Module):
     is_causal = True
 
 
-CAUSAL = _Causal()
-"""What asks for attention."""
-
-
 def attention(device: Device) -> dict[str, Figure]:
     """The registered attention, output and gradients, in the precision of training and in fp32, against double.
 
@@ -137,7 +133,7 @@ def attention(device: Device) -> dict[str, Figure]:
             upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, dtype)
             scale = size**-0.5
             output, _ = document_attention(
-                CAUSAL,
+                _Causal(),
                 query,
                 key,
                 value,
@@ -180,7 +176,7 @@ def explicit_attention(device: Device) -> dict[str, Figure]:
         upstream = torch.randn(1, tokens, heads, size, generator=generator).to(device, torch.bfloat16)
         scale = size**-0.5
         output, _ = document_attention(
-            CAUSAL,
+            _Causal(),
             ours[0],
             ours[1],
             ours[2],

@@ -106,7 +106,7 @@ def test_what_goes_by_the_package_is_attention(package: Package, kind: Kind) -> 
     leaves = [query, key, value, *([sinks] if kind.sinks else [])]
 
     def run() -> list[torch.Tensor]:
-        module = attention_choice._CAUSAL
+        module = attention_choice.CAUSAL
         output, _ = document_attention(
             module, query, key, value, None, **given, **boundary_arguments(Boundaries.of(lengths))
         )
@@ -131,7 +131,7 @@ def test_what_goes_by_the_package_is_attention(package: Package, kind: Kind) -> 
     sinks = None if sinks is None else sinks.detach().float()
     given["s_aux"] = sinks
     document_attention(
-        attention_choice._CAUSAL, query, key, value, None, **given, **boundary_arguments(Boundaries.of(lengths))
+        attention_choice.CAUSAL, query, key, value, None, **given, **boundary_arguments(Boundaries.of(lengths))
     )
     assert package.calls == 1
 
@@ -169,7 +169,7 @@ def test_a_step_is_compiled_around_it(kind: Kind) -> None:
     given = {"sliding_window": 6 if kind.windowed else None, "softcap": kind.cap, "s_aux": sinks}
 
     def attend(**boundaries: Any) -> torch.Tensor:
-        return document_attention(attention_choice._CAUSAL, query, key, value, None, **given, **boundaries)[0]
+        return document_attention(attention_choice.CAUSAL, query, key, value, None, **given, **boundaries)[0]
 
     # When it is compiled as a whole, then it is one operator, and after two bounds of lengths one of any
     compiled = torch.compile(attend, fullgraph=True, backend=show)

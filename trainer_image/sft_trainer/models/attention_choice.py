@@ -113,7 +113,7 @@ def _error(kind: Kind, device: torch.device, lengths: Sequence[int], by_flash: b
 
     def seen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: torch.Tensor) -> torch.Tensor:
         return document_attention(
-            _CAUSAL,
+            CAUSAL,
             query,
             key,
             value,
@@ -181,4 +181,5 @@ class _Causal(torch.nn.Module):
     is_causal = True
 
 
-_CAUSAL = _Causal()
+CAUSAL = _Causal()
+"""What asks for attention in the place of a layer."""

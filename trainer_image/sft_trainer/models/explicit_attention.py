@@ -207,7 +207,7 @@ def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 
 
 @explicit_gradients_operator.register_fake
-def _shapes_of_gradients(
+def empty_gradients(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -215,5 +215,6 @@ def _shapes_of_gradients(
     sinks: torch.Tensor | None,
     *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Room for those of ``query``, ``key``, ``value`` and ``sinks``; of the last there is none where there are none."""
     of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
     return of_query, of_key, of_value, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)

@@ -13,6 +13,8 @@ from torch import library
 
 from sft_trainer.versions import flash_attention_4, flash_attention_4_backward
 
+from .explicit_attention import empty_gradients
+
 DEVICE_TYPE = "cuda"
 DTYPE = torch.bfloat16
 """The only one that the kernels are used in."""
@@ -142,7 +144,7 @@ def _gradients(
 
     That of sinks is empty where there are none.
     """
-    made = _shapes_of_gradients(gradient, query, key, value, sinks)
+    made = empty_gradients(gradient, query, key, value, sinks)
     of_sinks = flash_attention_4_backward(
         gradient, query, key, value, sinks, output, logarithms, ends, longest, scale, window, cap, made[:3]
     )
@@ -180,14 +182,4 @@ def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
     )
 
 
-@flash_gradients_operator.register_fake
-def _shapes_of_gradients(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_query, of_key, of_value = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    return of_query, of_key, of_value, query.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+flash_gradients_operator.register_fake(empty_gradients)
