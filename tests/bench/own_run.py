@@ -50,7 +50,7 @@ def bare(config: TrainerConfig, run_dir: Path) -> None:
     register()
     model = CausalLM(
         AutoModelForCausalLM.from_pretrained(
-            prepared.model_path, attn_implementation=IMPLEMENTATION, dtype=torch.float32
+            prepared.model.path, attn_implementation=IMPLEMENTATION, dtype=torch.float32
         )
     ).train()
     rate = config.plan.learning_rate

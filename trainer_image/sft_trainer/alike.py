@@ -95,9 +95,9 @@ def _of_data(uri: str, digest: str) -> str:
 
 def _of_model(prepared: Prepared) -> str:
     """The digest of its files, and the revision of one that lies where the hub's library puts it."""
-    path = prepared.model_path
+    path = prepared.model.path
     revision = f"revision {path.name}, " if path.parent.name == "snapshots" else ""
-    return f"{revision}files {prepared.base_digest[:_DIGITS]}"
+    return f"{revision}files {prepared.model.digest[:_DIGITS]}"
 
 
 def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:

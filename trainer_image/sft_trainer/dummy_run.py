@@ -137,7 +137,7 @@ class DummyRun(Trainer):
 
     def _resume_or_load(self) -> None:
         boxes = self.strategy.boxes("base") + self.strategy.boxes("trained")
-        self.prepared.fill(boxes, self.spec, self.reporter)
+        self.prepared.model.fill(boxes, self.spec, self.reporter)
 
     def _save(self, *, final: bool = False) -> None: ...
 
@@ -147,14 +147,13 @@ class DummyRun(Trainer):
 
 def prepare_dummy(config: TrainerConfig, reporter: Reporter, device: torch.device) -> Prepared:
     """The model as a run of ``config`` has it, and steps of random tokens. Nothing of ``data`` is read."""
-    path, model, digest, attention, uncompiled = prepare_model(config, reporter, device)
-    huggingface: Any = model.huggingface
+    model = prepare_model(config, reporter, device)
+    huggingface: Any = model.blueprint.huggingface
     examples: Any = RandomExamples.filling(config, huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(config.spec, config.plan, [examples])
     total = config.spec.training.steps
     assert total is not None  # noqa: S101 - a dummy run has that many
-    uri = config.spec.model.uri
-    return Prepared(uri, path, model, digest, {}, None, [examples], {}, steps, total, epoch_size, uncompiled, attention)
+    return Prepared(model, {}, None, [examples], {}, steps, total, epoch_size)
 
 
 def memory_here(device: torch.device) -> list[float]:

@@ -27,7 +27,7 @@ from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError, ModelError
 from .fetch import localise
-from .models.attention_choice import Chosen, choose_attention
+from .models.attention_choice import choose_attention
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import why_not
 from .models.digest import base_digest, companion_digests
@@ -39,17 +39,14 @@ from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
 from .models.weights import check_tied, unread_tensors
-from .prepared import Prepared
+from .prepared import Prepared, PreparedModel
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
 from .trainable import check_modules, trainable_of
 
 
-def prepare_model(
-    config: TrainerConfig, reporter: Reporter, device: torch.device
-) -> tuple[Path, CausalLM, str, Chosen, str]:
-    """The folder of the model, itself on the meta device with its adapters if it has any, the digest of its files, what
-    computes attention here, and why its layers cannot be compiled here, see ``Prepared``.
+def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> PreparedModel:
+    """The model of a run, from its files.
 
     What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
     """
@@ -87,7 +84,8 @@ def prepare_model(
     if attention.not_used:
         reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
-    return path, model, digest, attention, _uncompiled(config, model.huggingface, device, computed)
+    uncompiled = _uncompiled(config, model.huggingface, device, computed)
+    return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled)
 
 
 def _key_repeats(spec: SFTJobSpec, config: Any) -> int:
@@ -142,9 +140,9 @@ def prepare(
     """
     spec = config.spec
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model_path, model, digest, attention, uncompiled = prepare_model(config, reporter, device)
+    model = prepare_model(config, reporter, device)
     tokenizer_uri = spec.model.tokenizer_uri
-    tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model_path
+    tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model.path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
     def tokenized(source: DataSource) -> TokenizedSource:
@@ -172,7 +170,7 @@ def prepare(
     # What is wrong with the small evaluation sets shows before the large ones are read.
     evaluation = {source.name: tokenized(source) for source in spec.data.eval}
     train = [tokenized(source) for source in spec.data.train]
-    huggingface: Any = model.huggingface
+    huggingface: Any = model.blueprint.huggingface
     check_vocabulary(tokenizer, [*train, *evaluation.values()], huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(spec, config.plan, train)
     total_steps = spec.training.steps or steps.total_steps
@@ -181,19 +179,14 @@ def prepare(
     for text in filter(None, (warning, schedule_warning(spec, total_steps))):
         reporter.warn(text)
     return Prepared(
-        spec.model.uri,
-        model_path,
         model,
-        digest,
-        companion_digests(model_path, tokenizer_path),
+        companion_digests(model.path, tokenizer_path),
         tokenizer,
         train,
         evaluation,
         steps,
         total_steps,
         epoch_size,
-        uncompiled,
-        attention,
     )
 
 

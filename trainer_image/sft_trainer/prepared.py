@@ -11,7 +11,7 @@ from sft_api.v1alpha1 import SFTJobSpec
 from .boxes import Box
 from .data.batches import StepSchedule
 from .data.tokenized import TokenizedSource
-from .models.attention_choice import NOTHING_CHOSEN, Chosen
+from .models.attention_choice import Chosen
 from .models.causal_lm import CausalLM
 from .models.lora import initialize_adapters, is_adapter
 from .models.weights import load_weights
@@ -19,28 +19,20 @@ from .reporting import Reporter
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """Everything read from outside before training: local files only from here on."""
+class PreparedModel:
+    """The model of a run, and what this machine and device can do for it."""
 
-    model_uri: str
-    """Where the model came from, at the revision that this run is pinned to."""
-    model_path: Path
-    model: CausalLM
+    uri: str
+    """Where it came from, at the revision that this run is pinned to."""
+    path: Path
+    blueprint: CausalLM
     """On the meta device, with its adapters if it has any; the files of its weights were found complete."""
-    base_digest: str
-    """Of the model, as it came (``models.digest``)."""
-    companions: dict[str, str]
-    """Digests of the files beside its weights, by name."""
-    tokenizer: Any
-    train: Sequence[TokenizedSource]
-    eval: dict[str, TokenizedSource]
-    steps: StepSchedule
-    total_steps: int
-    epoch_size: int
+    digest: str
+    """Of its files, as it came (``models.digest``)."""
+    attention: Chosen
+    """What FlashAttention 4 computes in this process."""
     uncompiled: str
     """Why the layers cannot be compiled, as far as this process knows; empty where they can, or are not to be."""
-    attention: Chosen = NOTHING_CHOSEN
-    """What FlashAttention 4 computes in this process."""
 
     def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
         """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""
@@ -50,7 +42,22 @@ class Prepared:
         reporter.phase(Phase.LOADING, what)
         load_weights(
             [box for box in boxes if not is_adapter(box.name)],
-            self.model.names,
-            self.model_path,
+            self.blueprint.names,
+            self.path,
             on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
         )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything read from outside before training: local files only from here on."""
+
+    model: PreparedModel
+    companions: dict[str, str]
+    """Digests of the files beside the model's weights, by name."""
+    tokenizer: Any
+    train: Sequence[TokenizedSource]
+    eval: dict[str, TokenizedSource]
+    steps: StepSchedule
+    total_steps: int
+    epoch_size: int

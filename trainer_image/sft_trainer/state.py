@@ -51,7 +51,7 @@ class Facts:
                 megatron=megatron_of(config.spec),
             ),
             {f"data.train[{index}]": source.digest[:16] for index, source in enumerate(prepared.train)},
-            prepared.base_digest,
+            prepared.model.digest,
             prepared.companions,
             {name: source.digest[:16] for name, source in prepared.eval.items()},
         )

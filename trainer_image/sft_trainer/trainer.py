@@ -271,7 +271,7 @@ class Trainer:
         if self.topology.alone or self.device.type != flash_attention.DEVICE_TYPE:
             return
         with self._others("to compare kernels of attention"):
-            chosen = gathered(self.prepared.attention)
+            chosen = gathered(self.prepared.model.attention)
         rank = next((rank for rank, here in enumerate(chosen) if here.used != chosen[0].used), None)
         if rank is None:
             return
@@ -290,7 +290,7 @@ class Trainer:
         plan = self.config.plan
         if not plan.compile:
             return
-        here = self.prepared.uncompiled
+        here = self.prepared.model.uncompiled
         with self._others("to compile alike"):
             reasons = [here] if self.topology.alone else gathered(here)
         rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
@@ -337,7 +337,7 @@ class Trainer:
 
     def _build(self) -> None:
         self.reporter.phase(Phase.LOADING, "building the model")
-        blueprint = self.prepared.model
+        blueprint = self.prepared.model.blueprint
         self._flops = ModelFlops(blueprint, self._trainable.trains, self.device)
         self._saves_all = self._trainable.saves_all(blueprint.huggingface)
         self.strategy = build(self._as_tried(), blueprint, self._trainable, self.topology, self.device)
@@ -354,7 +354,7 @@ class Trainer:
         return self.config.model_copy(update={"spec": self.spec.model_copy(update={"compute": compute})})
 
     def _resume_or_load(self) -> None:
-        self._base_digest = self.prepared.base_digest
+        self._base_digest = self.prepared.model.digest
         resumed = self.spec.checkpoint.resume.policy == "auto" and self._resume()
         self._warn_of_what_goes()
         if not resumed and self.topology.writes:
@@ -363,7 +363,7 @@ class Trainer:
         if loaded and self._saves_all:
             return
         boxes = self.strategy.boxes("base") + ([] if loaded else self.strategy.boxes("trained"))
-        self.prepared.fill(boxes, self.spec, self.reporter)
+        self.prepared.model.fill(boxes, self.spec, self.reporter)
 
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
@@ -409,7 +409,7 @@ class Trainer:
 
     def _check_base(self, run: RunState) -> None:
         if not self._saves_all:
-            check_same_base(self.spec.model.uri, run.base_digest, self.prepared.base_digest)
+            check_same_base(self.spec.model.uri, run.base_digest, self.prepared.model.digest)
 
     def _facts(self) -> Facts:
         return Facts.of(self.config, self.prepared, self.device, self.topology)

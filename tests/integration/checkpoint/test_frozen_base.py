@@ -75,10 +75,10 @@ def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size
     live = folder / "live"
     if rank == 0:
         shutil.rmtree(live, ignore_errors=True)
-    export_live(trainer.prepared.model, live, trainer.prepared.model_path, writes=rank == 0)
+    export_live(trainer.prepared.model.blueprint, live, trainer.prepared.model.path, writes=rank == 0)
     whole = {
         name: gathered(parameter.detach()).numpy()
-        for name, parameter in trainer.prepared.model.huggingface.named_parameters()
+        for name, parameter in trainer.prepared.model.blueprint.huggingface.named_parameters()
     }
     return Ended(watching.losses, whole, "")
 

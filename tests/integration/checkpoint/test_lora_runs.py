@@ -62,7 +62,7 @@ def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size
     except TrainingError as error:
         return Ended(watching.losses, {}, f"{type(error).__name__}: {error}")
     # A run that was complete already has made nothing
-    model = trainer.prepared.model if hasattr(trainer, "prepared") else None
+    model = trainer.prepared.model.blueprint if hasattr(trainer, "prepared") else None
     trained = {
         name: gathered(parameter.detach()).numpy()
         for name, parameter in (model.huggingface.named_parameters() if model else ())

@@ -304,7 +304,7 @@ def test_other_kernels_than_those_of_the_first_process_are_told(
     # Given two processes, of which the second one found it wrong: what only that one says reaches nobody
     run = SimpleNamespace(device=CPU, topology=Topology(rank=0, local_rank=0, world_size=2, shard=2), reporter=Mock())
     run._others = lambda what: nullcontext()
-    run.prepared = SimpleNamespace(attention=chosen(tmp_path))
+    run.prepared = SimpleNamespace(model=SimpleNamespace(attention=chosen(tmp_path)))
     package.spoiled = lambda kind: "key"
     second = chosen(tmp_path)
     monkeypatch.setattr(trainer, "gathered", lambda here: [here, second])

@@ -16,7 +16,9 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
 from sft_trainer.errors import ConfigError
 from sft_trainer.export.at_end import AtEnd
+from sft_trainer.models.attention_choice import NOTHING_CHOSEN
 from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.prepared import PreparedModel
 from sft_trainer.reporting import Reporter
 from sft_trainer.saving import Saving
 from sft_trainer.topology import Topology
@@ -37,11 +39,8 @@ def model(tmp_path: Path) -> Path:
 
 def at_end(folder: Path, model: Path, *, best: bool = False) -> tuple[AtEnd, Reporter]:
     prepared: Any = SimpleNamespace(
-        model_uri="file:///model",
-        model=build_on_meta(model),
-        model_path=model,
+        model=PreparedModel("file:///model", model, build_on_meta(model), "", NOTHING_CHOSEN, uncompiled=""),
         tokenizer=chat_tokenizer("chatml"),
-        base_digest="",
     )
     reporter = Reporter(folder, writes=True)
     config = resolve(manifest(folder, folder / "store"))

@@ -141,7 +141,8 @@ def test_what_has_been_trained_before_is_not_refused(
     job = manifest(tmp_path / "model", tmp_path / "store", compute={"gpusPerNode": 1})
     ranks: Any = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
     run: Any = trainer.Trainer(resolve(job), ranks, tmp_path)
-    run.device, run.prepared = CPU, SimpleNamespace(model=build_on_meta(tmp_path / "model"))
+    run.device = CPU
+    run.prepared = SimpleNamespace(model=SimpleNamespace(blueprint=build_on_meta(tmp_path / "model")))
     run.saving = SimpleNamespace(anything_saved=lambda: saved)
 
     run._build()

@@ -21,8 +21,9 @@ from sft_trainer.data.batches import Step
 from sft_trainer.errors import StopRequested, StorageUnavailableError
 from sft_trainer.events import Claimed, Control, Ended, Evaluated, Listener, Listeners, Logged, SaveBegins, SaveEnded
 from sft_trainer.figures import Figures
+from sft_trainer.models.attention_choice import NOTHING_CHOSEN
 from sft_trainer.place import open_place
-from sft_trainer.prepared import Prepared
+from sft_trainer.prepared import Prepared, PreparedModel
 from sft_trainer.records import RecordsFile, StatusFile
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
@@ -59,10 +60,8 @@ class Run(Trainer):
         self.store = AwayStore(folder / "store")
         model: Any = SimpleNamespace(huggingface=torch.nn.Module())
         steps: Any = None  # No step is read from it.
-        uri = config.spec.model.uri
-        self.prepared = Prepared(
-            uri, folder, model, "", COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6, uncompiled=""
-        )
+        prepared = PreparedModel(config.spec.model.uri, folder, model, "", NOTHING_CHOSEN, uncompiled="")
+        self.prepared = Prepared(prepared, COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6)
 
     def go_to_the_loop(self) -> None:
         self.store.path.mkdir(exist_ok=True)

@@ -529,7 +529,7 @@ def test_a_run_that_goes_on_is_judged_by_losses_of_the_data_of_now(
     story = GoesOn(tmp_path, {}, **EARLY)
     sets = {"held-out": SimpleNamespace(digest=evaluated_on)}
     story.prepared = SimpleNamespace(  # type: ignore[assignment]
-        total_steps=6, train=(), eval=sets, base_digest="", companions={}
+        total_steps=6, train=(), eval=sets, model=SimpleNamespace(digest=""), companions={}
     )
     # When each of these is better than the one before
     story.eval_losses = {2: 2.0, 3: 1.9, 4: 1.7, 5: 1.5, 6: 1.4}

@@ -21,7 +21,7 @@ UNEVEN = {"pipelineParallelDegree": 2, "transformerConfigOverrides": {"num_layer
 
 
 def environment(folder: Path, topology: Topology = ALONE, **sections: Any) -> dict[str, str | int]:
-    prepared = SimpleNamespace(train=(), base_digest="", companions={}, eval={})
+    prepared = SimpleNamespace(train=(), model=SimpleNamespace(digest=""), companions={}, eval={})
     config = resolve(manifest(folder, folder / "store", **sections))
     return Facts.of(config, cast(Prepared, prepared), torch.device("cpu"), topology).environment
 

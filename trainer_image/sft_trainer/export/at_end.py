@@ -63,17 +63,17 @@ class AtEnd:
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
             )
         # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
-        model = build_on_meta(self._prepared.model_path, self._config.spec.model.config_overrides)
+        model = build_on_meta(self._prepared.model.path, self._config.spec.model.config_overrides)
         exported = Exported(
             store=self._store,
             manifest=found,
             model=model,
-            folder=self._prepared.model_path,
+            folder=self._prepared.model.path,
             tokenizer=self._prepared.tokenizer,
             card=model_card(self._config, found, model),
             name=self._config.job.name,
-            base=lambda: Base(self._prepared.model_path, self._prepared.base_digest),
-            adapters=Adapters.of(self._config, self._prepared.model_uri),
+            base=lambda: Base(self._prepared.model.path, self._prepared.model.digest),
+            adapters=Adapters.of(self._config, self._prepared.model.uri),
         )
         try:
             export_checkpoint(exported, target, group, on_bytes=self._count)
