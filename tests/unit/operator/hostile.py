@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import marshal
 from random import Random
 from typing import Any
 
@@ -43,9 +43,14 @@ VALUES: tuple[Any, ...] = (
 """Any of them may stand in any place."""
 
 
+def _copied(value: Any) -> Any:
+    # It is what JSON can hold: copy.deepcopy was a quarter of what a look at such objects took.
+    return marshal.loads(marshal.dumps(value))
+
+
 def mutated(random: Random, document: Any, times: int) -> Any:
     """A copy of ``document`` with so many hostile changes."""
-    changed = copy.deepcopy(document)
+    changed = _copied(document)
     for _ in range(times):
         places: list[tuple[Any, Any]] = []
         _collect_places(changed, places)
@@ -54,13 +59,13 @@ def mutated(random: Random, document: Any, times: int) -> Any:
         holder, name = random.choice(places)
         kind = random.random()
         if kind < 0.75:
-            holder[name] = copy.deepcopy(random.choice(VALUES))
+            holder[name] = _copied(random.choice(VALUES))
         elif kind < 0.9:
             del holder[name]
         elif isinstance(holder[name], list):
             holder[name] = holder[name] * 20
         elif isinstance(holder, dict):
-            holder[str(random.choice(VALUES))[:300]] = copy.deepcopy(holder[name])
+            holder[str(random.choice(VALUES))[:300]] = _copied(holder[name])
     return changed
 
 
@@ -153,4 +158,4 @@ def an_sft_job(random: Random, status: Object) -> Object:
     manifest["metadata"] |= {"finalizers": ["x/y"], "annotations": {"a": "b"}, "creationTimestamp": stamp(-700)}
     if random.random() < 0.1:
         manifest["metadata"]["deletionTimestamp"] = stamp(0)
-    return {**manifest, "status": copy.deepcopy(status)}
+    return {**manifest, "status": _copied(status)}

@@ -18,7 +18,7 @@ from sft_trainer import trainer
 from sft_trainer.errors import ConfigError, DeviceUnavailableError
 from sft_trainer.models import attention, attention_choice, flash_attention
 from sft_trainer.models.attention import Boundaries, boundary_arguments, document_attention
-from sft_trainer.models.attention_choice import LAYOUTS, VARIABLE, choose_attention, error_of
+from sft_trainer.models.attention_choice import VARIABLE, choose_attention, error_of
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.explicit_attention import _forward, _gradients, attend_explicitly
 from sft_trainer.models.flash_attention import Kind, flash_gradients_operator, flash_operator
@@ -79,6 +79,9 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
     monkeypatch.setattr(flash_attention, "DEVICE_TYPE", "cpu")
     monkeypatch.setattr(attention_choice, "find_flash_attention_4", lambda: True)
     monkeypatch.setattr(attention_choice, "is_made_for", lambda device: True)
+    # As long as they are, what they are there for are blocks of kernels.
+    monkeypatch.setattr(attention_choice, "LAYOUTS", ((30, 1, 13), (30, 1, 13, 2, 2)))
+    monkeypatch.setattr(attention_choice, "_WINDOW", 15)
     monkeypatch.delenv(VARIABLE, raising=False)
     yield package
     flash_attention.use(())
@@ -198,7 +201,7 @@ def test_every_kind_of_a_model_that_it_computes_rightly_goes_by_it(
     assert words in told.used
     assert not told.not_used
     assert {*flash_attention._USED} == attention_of(build_on_meta(tmp_path).huggingface)
-    assert package.calls == len(LAYOUTS) * len(flash_attention._USED)
+    assert package.calls == len(attention_choice.LAYOUTS) * len(flash_attention._USED)
 
 
 @pytest.mark.parametrize("what", ["output", "query", "key", "value", "raises"])
