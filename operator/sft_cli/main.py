@@ -89,12 +89,20 @@ def _show(error: Exception) -> None:
         say("This is an error in sft: please report it with the output of the same command and --debug.")
 
 
-def _load(path: Path, name: str | None, overrides: "Sequence[Override]") -> "tuple[SFTJob, SFTJob | None]":
+def _load(
+    path: Path, name: str | None, overrides: "Sequence[Override]", *, generated_names: bool = False
+) -> "tuple[SFTJob, SFTJob | None]":
     """The job with its ``overrides``, and as the manifest alone has it, where that is another one, and valid."""
     from .manifest import ManifestError, load_overridden
 
     try:
-        return load_overridden(path, name, overrides, on_warning=lambda text: say(f"Warning: {text}", fg="yellow"))
+        return load_overridden(
+            path,
+            name,
+            overrides,
+            generated_names=generated_names,
+            on_warning=lambda text: say(f"Warning: {text}", fg="yellow"),
+        )
     except ManifestError as error:
         raise UserError(*error.problems) from error
 
@@ -197,7 +205,7 @@ def plan(manifest: Path, name: str | None, overrides: "tuple[Override, ...]", ou
     Every number, and whether the manifest or --set gives it, it is a default, or it was computed from the rest. The
     exit code is 10 when the run does not fit its GPUs.
     """
-    job, alone = _load(manifest, name, overrides)
+    job, alone = _load(manifest, name, overrides, generated_names=True)
     if suggest:
         from .suggest import show_suggestions
 
@@ -233,7 +241,7 @@ def data(
     """
     if everything and output != "text":
         raise click.UsageError("--all shows no rows: leave --output out")
-    job, _ = _load(manifest, name, overrides)
+    job, _ = _load(manifest, name, overrides, generated_names=True)
     _start_the_trainer()
     if everything:
         from .all_data import show_all_data

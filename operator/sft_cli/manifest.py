@@ -28,6 +28,14 @@ _SWITCHES = (
 )
 """Fields of the spec that ask for something by being there, without any field of their own too."""
 
+_GENERATED = "xxxxx"
+"""In the place of the five letters that the API server puts behind a ``metadata.generateName``."""
+
+_NOT_MADE_UP = (
+    ": of metadata.generateName the API server makes another one for each object, and this is about one run; give it, "
+    "as by --set metadata.name=NAME"
+)
+
 
 class ManifestError(ValueError):
     """A manifest that cannot be used; the text has one line per problem, each says what to change."""
@@ -56,13 +64,15 @@ def load_overridden(
     name: str | None,
     overrides: Sequence[Override],
     *,
+    generated_names: bool = False,
     on_warning: Callable[[str], None] = _no_warning,
 ) -> tuple[SFTJob, SFTJob | None]:
     """``load_manifest`` with ``overrides``, and the job of the manifest alone, where that is another one, and valid.
 
-    ``name`` is the one in the manifest, whatever the overrides call the job.
+    ``name`` is the one in the manifest, whatever the overrides call the job. ``generated_names``: as for
+    ``load_manifests`` one that has none is read as ``kubectl create`` takes it.
     """
-    documents = _ours(source)
+    documents = _ours(source, generated_names=generated_names)
     meant = [number for number, (_, document) in enumerate(documents) if name in (None, _name_of(document))]
     given = {meant[0]: overrides} if len(meant) == 1 else {}
     jobs = _jobs(documents, given, on_warning)
@@ -83,18 +93,19 @@ def load_manifests(
     """All SFTJobs of ``source`` in their order, at least one, each with ``overrides``.
 
     ``source`` is the path of a file or folder, ``-`` for standard input, or the text itself. Documents of other kinds
-    are passed over. ``on_warning`` is told of what is valid, and says the opposite of what it looks like.
+    are passed over. One with a ``metadata.generateName`` alone gets such a name. ``on_warning`` is told of what is
+    valid, and says the opposite of what it looks like.
     Raises ``ManifestError`` with all problems of all.
     """
-    documents = _ours(source)
+    documents = _ours(source, generated_names=True)
     return _jobs(documents, dict.fromkeys(range(len(documents)), overrides), on_warning)
 
 
-def _ours(source: Path | str) -> list[tuple[str, Any]]:
+def _ours(source: Path | str, *, generated_names: bool) -> list[tuple[str, Any]]:
     """The documents of ``source`` that are, or were meant to be, SFTJobs, at least one; each with its origin."""
     is_one_of_many = isinstance(source, Path) and source.is_dir()
     documents = [
-        (origin, document)
+        (origin, _with_a_name(document) if generated_names else document)
         for origin, document in _documents(source)
         if (_is_ours(document) if is_one_of_many else _is_meant(document))
     ]
@@ -109,7 +120,7 @@ def _jobs(
     on_warning: Callable[[str], None],
 ) -> list[SFTJob]:
     """The jobs of all ``documents``, with the ``overrides`` of each. Raises ``ManifestError``."""
-    jobs, problems = [], []
+    jobs, problems, once = list[SFTJob](), list[str](), list[SFTJob]()
     for number, (origin, document) in enumerate(documents):
         where = f"SFTJob {number + 1} of {len(documents)}: " if len(documents) > 1 and not origin else origin
         changed, brought = document, list[tuple[Override, Location]]()
@@ -117,6 +128,7 @@ def _jobs(
             if number in overrides and isinstance(document, dict):
                 changed, brought = overridden(document, overrides[number])
             jobs.append(SFTJob.from_manifest(changed))
+            once += [] if _is_generated(changed) else jobs[-1:]
             for field in _left_empty(changed):
                 on_warning(
                     f"{jobs[-1].metadata.name}: spec.{field} has no value, which is as if it were absent: write "
@@ -128,8 +140,9 @@ def _jobs(
             alone = _problems_of(document) if brought else []
             for place, sentence in placed_sentences(error):
                 by = _by(place, sentence, brought) if brought and sentence not in alone else ""
-                problems.append(f"{where}{by}{sentence}")
-    problems += _doubles(jobs)
+                made = _NOT_MADE_UP if place == ("metadata", "name") and _begin_of_name(changed) else ""
+                problems.append(f"{where}{by}{sentence}{made}")
+    problems += _doubles(once)
     if problems:
         raise ManifestError(problems)
     return jobs
@@ -153,9 +166,30 @@ def _by(place: Location, sentence: str, brought: Sequence[tuple[Override, Locati
     return f"{', '.join(map(str, named or near or [override for override, _ in brought]))}: "
 
 
-def _name_of(document: Any) -> Any:
+def _metadata_of(document: Any) -> dict[str, Any]:
     metadata = document.get("metadata") if isinstance(document, dict) else None
-    return metadata.get("name") if isinstance(metadata, dict) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _name_of(document: Any) -> Any:
+    return _metadata_of(document).get("name")
+
+
+def _begin_of_name(document: Any) -> str:
+    """The ``metadata.generateName`` of one that has no name."""
+    metadata = _metadata_of(document)
+    begin = metadata.get("generateName")
+    return begin if isinstance(begin, str) and not metadata.get("name") else ""
+
+
+def _is_generated(document: Any) -> bool:
+    metadata = _metadata_of(document)
+    return bool(metadata.get("name") == f"{metadata.get('generateName')}{_GENERATED}")
+
+
+def _with_a_name(document: Any) -> Any:
+    begin = _begin_of_name(document)
+    return {**document, "metadata": {**document["metadata"], "name": begin + _GENERATED}} if begin else document
 
 
 def _left_empty(document: dict[str, Any]) -> Iterator[str]:

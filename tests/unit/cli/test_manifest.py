@@ -6,7 +6,8 @@ import pytest
 
 from sft_api.openapi import structural_schema
 from sft_api.v1alpha1.job import SFTJob
-from sft_cli.manifest import ManifestError, load_manifest, load_manifests
+from sft_cli.manifest import ManifestError, load_manifest, load_manifests, load_overridden
+from sft_cli.overrides import read_override
 from sft_cli.problems import field_path
 from sft_cli.remedies import _OTHER_NAMES, field_paths
 
@@ -302,10 +303,27 @@ def test_faults_of_the_metadata() -> None:
         "metadata.name must be at most 50 lower-case letters, digits and -, starting with a letter: it names a "
         'Service and the pods; given: metadata.name "Job"'
     ]
-    assert problems(MINIMAL.replace("{name: job}", "{generateName: job-}")) == ["metadata.name: is required"]
     assert problems(MINIMAL.replace("{name: job}", "{name: job, lables: {}}")) == [
         "unknown field metadata.lables; did you mean labels?"
     ]
+
+
+def test_a_manifest_for_kubectl_create_is_valid_and_is_no_run_of_this_machine() -> None:
+    text = MINIMAL.replace("{name: job}", "{generateName: job-}")
+
+    # Two of them are two jobs, and with a name the begin of another one counts for nothing
+    assert [job.metadata.name for job in load_manifests(f"{text}---\n{text}")] == ["job-xxxxx", "job-xxxxx"]
+    assert load_manifests(text.replace("job-}", "job-, name: this}"))[0].metadata.name == "this"
+    assert load_overridden(text, None, [], generated_names=True)[0].metadata.name == "job-xxxxx"
+    # The letters count
+    assert problems(text.replace("job-", "j" * 46))[0].endswith(f'metadata.name "{"j" * 46}xxxxx"')
+
+    with pytest.raises(ManifestError, match=r"^metadata\.name: is required: of metadata\.generateName the API server"):
+        load_manifest(text)
+    named = [read_override("metadata.name=mine")]
+    assert load_overridden(text, None, named)[0].metadata.name == "mine"
+    with pytest.raises(ManifestError, match=r"^metadata\.name: is required$"):
+        load_manifest(text.replace("job-", "''"))
 
 
 def test_a_rule_on_fields_far_apart_says_what_the_manifest_gives_them() -> None:
