@@ -36,6 +36,7 @@ from sft_api.trainer_config import CONFIG_PATH, TrainerConfig  # noqa: E402
 from sft_api.trust import trust  # noqa: E402
 from sft_api.v1alpha1.megatron import megatron_of  # noqa: E402
 from sft_trainer.supervisor import identity  # noqa: E402
+from sft_trainer.supervisor.descriptors import raise_limit  # noqa: E402
 from sft_trainer.supervisor.liveness import SILENT_SECONDS  # noqa: E402
 from sft_trainer.supervisor.node import Node  # noqa: E402
 from sft_trainer.supervisor.output import Output  # noqa: E402
@@ -222,6 +223,7 @@ def _supervise(options: argparse.Namespace, output: Output) -> TerminationMessag
 def main(arguments: list[str] | None = None) -> int:
     """Run the supervisor; returns the exit code."""
     options = _parse(arguments)
+    raise_limit()
     output = Output()
     end = _supervise(options, output)
     text = termination_json(end)

@@ -5,7 +5,9 @@ import gc
 import importlib.metadata
 import importlib.util
 import json
+import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -110,3 +112,32 @@ def test_where_matrices_are_split_workers_are_told(tmp_path: Path, degrees: dict
     settings = launch._settings(launch._parse(["--config", str(tmp_path / "config.json")]), asked, tmp_path)
 
     assert settings.splits_matrices is splits
+
+
+def test_workers_may_have_as_many_connections_as_the_machine_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of 512 processes the first one has more than 1,024, which is what container runtimes begin with."""
+    found: list[int] = []
+
+    class Started:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def run(self, _: Any) -> TerminationMessage:
+            asked = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+            found.append(int(subprocess.check_output([sys.executable, "-c", asked])))
+            return TerminationMessage()
+
+    configuration = resolve(manifest(tmp_path, tmp_path / "store"))
+    (tmp_path / "config.json").write_text(configuration.model_dump_json(exclude_none=True))
+    monkeypatch.setattr(launch, "Node", Started)
+    monkeypatch.setattr(launch, "_kept", kept := [])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        launch.main(["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found == [65_536 if before[1] == resource.RLIM_INFINITY else min(before[1], 65_536)]
+    for loop in kept:
+        loop.close()

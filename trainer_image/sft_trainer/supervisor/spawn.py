@@ -91,8 +91,10 @@ class ForkServer:
         Raises OSError when the server does not answer.
         """
         socket.send_fds(self._control, [json.dumps(dict(environment)).encode()], [stdout, stderr])
-        answered, _, _ = select.select([self._control], [], [], _FORK_SECONDS)
-        answer = self._control.recv(64) if answered else b""
+        # Not ``select``: it knows no descriptor above 1023, and index 0 has a connection of every pod.
+        control = select.poll()
+        control.register(self._control, select.POLLIN)
+        answer = self._control.recv(64) if control.poll(1000 * _FORK_SECONDS) else b""
         if not answer.isdigit():
             raise ConnectionResetError("the process that forks workers does not answer")
         return int(answer)
