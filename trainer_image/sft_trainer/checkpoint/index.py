@@ -23,7 +23,7 @@ import math
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -63,6 +63,8 @@ Not torch's own: who lists checkpoints makes no tensors, and waits for no import
 
 Integers = NDArray[np.int64]
 
+_TABLES = 16
+"""Of tensors that were received, which are kept. Ranks that split all tensors mostly send the same ones."""
 _MAGIC = b"sftindex"
 _HEAD = struct.Struct("<8s5Q")
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,31}")
@@ -102,8 +104,39 @@ class StoredTensor:
         return f"{self.kind} of {self.name!r}"
 
 
+def table_of(tensors: Sequence[StoredTensor]) -> bytes:
+    """JSON of ``tensors``, as it stands in the object and is sent from rank to rank."""
+    return json.dumps([[t.name, t.kind, t.dtype, t.shape] for t in tensors], separators=(",", ":")).encode()
+
+
+@functools.lru_cache(_TABLES)
+def tensors_of(table: bytes) -> tuple[StoredTensor, ...]:
+    """Those of a ``table_of`` another rank: equal tables are one tuple.
+
+    A thousand ranks that hold a part of each tensor have a thousand lists of all tensors, which are one.
+    """
+    return tuple(StoredTensor(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in json.loads(table))
+
+
+class WithTensors:
+    """A frozen dataclass with a field ``tensors``, which is sent as one table."""
+
+    tensors: tuple[StoredTensor, ...]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "tensors": table_of(self.tensors)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, tensors=tensors_of(state["tensors"]))
+
+
+def distinct(parts: Iterable[WithTensors]) -> dict[int, tuple[StoredTensor, ...]]:
+    """The tuples of tensors of ``parts``, each once, by what ``id`` gives for it."""
+    return {id(part.tensors): part.tensors for part in parts}
+
+
 @dataclass(frozen=True)
-class Index:
+class Index(WithTensors):
     """Pieces as columns; the rows of ``offsets`` and ``sizes`` are padded to the dimensions of the largest tensor."""
 
     tensors: tuple[StoredTensor, ...]
@@ -209,7 +242,7 @@ def widened(table: Integers, fill: int, dimensions: int) -> Integers:
 
 def encode_index(index: Index) -> bytes:
     """The bytes of ``index`` in the store; CheckpointCorruptError where no reader would take them."""
-    table = json.dumps([[t.name, t.kind, t.dtype, t.shape] for t in index.tensors], separators=(",", ":")).encode()
+    table = table_of(index.tensors)
     counts = np.bincount(index.file, minlength=len(index.files)) if len(index.file) else np.zeros(len(index.files))
     columns = b"".join(
         (
@@ -377,7 +410,8 @@ def merged(parts: Sequence[Index]) -> Index:
     """The pieces of all ranks; CheckpointCorruptError where they contradict each other or do not cover the tensors."""
     numbers: dict[tuple[str, str], int] = {}
     tensors: list[StoredTensor] = []
-    for entry in (entry for part in parts for entry in part.tensors):
+    held = distinct(parts)
+    for entry in itertools.chain.from_iterable(held.values()):
         known = numbers.setdefault(entry.key, len(tensors))
         if known == len(tensors):
             tensors.append(entry)
@@ -388,8 +422,8 @@ def merged(parts: Sequence[Index]) -> Index:
             )
     dimensions = max((part.offsets.shape[1] for part in parts), default=0)
 
-    own = [np.array([numbers[entry.key] for entry in part.tensors], dtype=np.int64) for part in parts]
-    tensor = np.concatenate([mine[part.tensor] for mine, part in zip(own, parts, strict=True)])
+    own = {of: np.array([numbers[entry.key] for entry in each], dtype=np.int64) for of, each in held.items()}
+    tensor = np.concatenate([own[id(part.tensors)][part.tensor] for part in parts])
     offsets = np.concatenate([widened(part.offsets, 0, dimensions) for part in parts])
     sizes = np.concatenate([widened(part.sizes, 1, dimensions) for part in parts])
     digests = np.concatenate([part.digests for part in parts])

@@ -4,6 +4,7 @@ A piece's bytes are compared with their digest before anybody is told that they 
 manifest lists are read. Nothing is ever unpickled.
 """
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 from sft_api.checkpoints import Manifest
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.index import Index, Integers, StoredTensor, padded, widened
+from sft_trainer.checkpoint.index import Index, Integers, StoredTensor, WithTensors, distinct, padded, widened
 from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.pieces import stored_tensor, torch_dtype
 from sft_trainer.checkpoint.runs import Buffers, Memory, open_run, read_threads, runs
@@ -26,7 +27,7 @@ _ADVICE = "resume from a checkpoint of the same model and settings, or start ane
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(WithTensors):
     """The boxes that a rank fills, as columns."""
 
     tensors: tuple[StoredTensor, ...]
@@ -87,12 +88,13 @@ def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
     ConfigError when a tensor is missing in the index, or has another shape or dtype there; tensors that only the index
     has are left alone, so a part of a state (the weights, say) can be read.
     """
-    for entry in dict.fromkeys(entry for one in wanted for entry in one.tensors):
+    held = distinct(wanted)
+    for entry in dict.fromkeys(itertools.chain.from_iterable(held.values())):
         _check_fits(index, entry)
     dimensions = index.offsets.shape[1]
     owner = np.repeat(np.arange(len(wanted)), [len(one.tensor) for one in wanted])
-    numbers = [np.array([index.numbers[entry.key] for entry in one.tensors], dtype=np.int64) for one in wanted]
-    tensor = np.concatenate([mine[one.tensor] for mine, one in zip(numbers, wanted, strict=True)])
+    numbers = {of: np.array([index.numbers[entry.key] for entry in each], dtype=np.int64) for of, each in held.items()}
+    tensor = np.concatenate([numbers[id(one.tensors)][one.tensor] for one in wanted])
     low = np.concatenate([widened(one.offsets, 0, dimensions) for one in wanted])
     high = low + np.concatenate([widened(one.sizes, 1, dimensions) for one in wanted])
     found: list[list[Integers]] = [[] for _ in wanted]
@@ -124,7 +126,7 @@ def _check_fits(index: Index, entry: StoredTensor) -> None:
 
 def _check_nothing_left(index: Index, wanted: Sequence[Wanted]) -> None:
     """ConfigError when nobody wants a tensor of ``index`` of a kind that is wanted: it is of a larger model."""
-    keys = {entry.key for one in wanted for entry in one.tensors}
+    keys = {entry.key for entry in itertools.chain.from_iterable(distinct(wanted).values())}
     kinds = {kind for _, kind in keys}
     left = [entry for entry in index.tensors if entry.kind in kinds and entry.key not in keys]
     if left:
