@@ -21,6 +21,7 @@ from sft_api.v1alpha1.megatron import megatron_of
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
 from .data.kept import KeptTokens
+from .data.kept_bins import KeptBins
 from .data.steps import plan_steps
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
@@ -172,7 +173,7 @@ def prepare(
     train = [tokenized(source) for source in spec.data.train]
     huggingface: Any = model.blueprint.huggingface
     check_vocabulary(tokenizer, [*train, *evaluation.values()], huggingface.get_input_embeddings().num_embeddings)
-    steps, epoch_size = plan_steps(spec, config.plan, train)
+    steps, epoch_size = plan_steps(spec, config.plan, train, KeptBins(spec, config.plan, train, cache_directory()))
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
     warning = small_data_warning(spec, rows=epoch_size, step_rows=steps.step(0).examples, total_steps=total_steps)

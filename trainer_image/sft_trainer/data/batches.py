@@ -8,7 +8,7 @@ an empty one, so that all take part in the same collectives.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -140,7 +140,9 @@ class PackedBatches:
         epochs: int | None,
         seed: int,
         shuffle: bool,
+        known: Sequence[int] | None = None,
     ) -> None:
+        """``known``: the ``bins`` of the same schedule, when it was made before."""
         self._sized = _Sized(sources)
         self._stream = stream
         self._bin_tokens = bin_tokens
@@ -155,9 +157,16 @@ class PackedBatches:
         self._cached: dict[int, list[Bin]] = {}
         self.total_steps: int | None = None
         if self._limit is not None:
+            if known is not None and len(known) == -(-self._limit // self._window):
+                self._ends = [*accumulate(known, initial=0)]
             while (len(self._ends) - 1) * self._window < self._limit:
                 self._pack(len(self._ends) - 1)
             self.total_steps = -(-self._ends[-1] // bins_per_step)
+
+    @property
+    def bins(self) -> list[int]:
+        """How many each of the windows makes that were packed so far; of all, where epochs end the run."""
+        return [end - start for start, end in pairwise(self._ends)]
 
     def step(self, index: int) -> Step:
         first = index * self._bins_per_step
@@ -192,6 +201,10 @@ class PackedBatches:
         bins = [Bin(sources[group], rows[group], lengths[group]) for group in groups]
         if window == len(self._ends) - 1:
             self._ends.append(self._ends[-1] + len(bins))
+        elif self._ends[window] + len(bins) != self._ends[window + 1]:
+            raise RuntimeError(
+                f"window {window} makes {len(bins)} bins, not as many as the cache says: remove its folder bins"
+            )
         # A step rarely spans more than two windows.
         for old in [key for key in self._cached if key < window - 1]:
             del self._cached[old]

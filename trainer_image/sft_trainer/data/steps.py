@@ -6,11 +6,17 @@ from sft_api.plan import Plan
 from sft_api.v1alpha1.job import SFTJobSpec
 
 from .batches import ExampleBatches, Examples, PackedBatches, StepSchedule
+from .kept_bins import KeptBins
 from .stream import ExampleStream
 
 
-def plan_steps(spec: SFTJobSpec, plan: Plan, train: Sequence[Examples]) -> tuple[StepSchedule, int]:
-    """All steps of the run, and the number of examples of an epoch; a function of data and configuration alone."""
+def plan_steps(
+    spec: SFTJobSpec, plan: Plan, train: Sequence[Examples], kept: KeptBins | None = None
+) -> tuple[StepSchedule, int]:
+    """All steps of the run, and the number of examples of an epoch; a function of data and configuration alone.
+
+    ``kept`` is asked for what is long to count, and keeps it.
+    """
     weights = [source.weight for source in spec.data.train if source.weight is not None]
     stream = ExampleStream(
         [len(source.lengths) for source in train],
@@ -20,7 +26,8 @@ def plan_steps(spec: SFTJobSpec, plan: Plan, train: Sequence[Examples]) -> tuple
     )
     if plan.global_batch_tokens is not None:
         assert plan.max_tokens_per_micro_batch is not None  # noqa: S101 - the plan gives both or none
-        steps: StepSchedule = PackedBatches(
+        known = kept.read() if kept else None
+        packed = PackedBatches(
             train,
             stream,
             bin_tokens=plan.max_tokens_per_micro_batch,
@@ -28,7 +35,11 @@ def plan_steps(spec: SFTJobSpec, plan: Plan, train: Sequence[Examples]) -> tuple
             epochs=plan.epochs,
             seed=spec.training.seed,
             shuffle=spec.data.sampler == "random",
+            known=known,
         )
+        if kept and packed.total_steps is not None and packed.bins != known:
+            kept.keep(packed.bins)
+        steps: StepSchedule = packed
     else:
         assert plan.global_batch_size is not None  # noqa: S101 - the plan gives tokens or examples
         steps = ExampleBatches(
