@@ -141,7 +141,8 @@ class TrainingProgress(ReportModel):
     def steps_at_risk(self) -> int:
         """Steps that would be computed again if all pods were lost now."""
         latest = self.checkpoints.latest
-        return max(0, self.step - (latest.step if latest else 0))
+        # Before its own first checkpoint a run that went on from another one's begins with that again.
+        return max(0, self.step - (latest.step if latest else self.resumed_from_step or 0))
 
 
 class Incident(ReportModel):

@@ -131,7 +131,7 @@ def follow(
             "observed_generation": terms.generation,
             "progress": progress,
             "restarts": restarts,
-            "steps_at_risk": _steps_at_risk(status, situation.state),
+            "steps_at_risk": _steps_at_risk(status, situation.state, _began_at(previous, status, observed)),
             "avoided_nodes": list(avoided_of(observed.job).nodes) if observed.job else [],
             "job_ref": observed.job.name if observed.job else status.job_ref,
             "pods_ready": f"{ready}/{terms.nodes}",
@@ -149,7 +149,8 @@ def follow(
 def completed_status(previous: SFTJobStatus, observed: Observed, generation: int, now: datetime) -> SFTJobStatus:
     """The status of a run that has ended: what was written then, and the checkpoints once the store was read."""
     status = _as_it_ended(merge_stored(previous, observed), now)
-    at_risk = _steps_at_risk(status, status.state) if observed.stored else status.steps_at_risk
+    began_at = _began_at(previous, status, observed)
+    at_risk = _steps_at_risk(status, status.state, began_at) if observed.stored else status.steps_at_risk
     return status.model_copy(update={"observed_generation": generation, "steps_at_risk": at_risk})
 
 
@@ -242,13 +243,25 @@ def _completed(status: SFTJobStatus, export_uri: str | None) -> SFTJobStatus:
     return status.model_copy(update={"progress": progress, "export": export})
 
 
-def _steps_at_risk(status: SFTJobStatus, state: State | None) -> int | None:
+def _steps_at_risk(status: SFTJobStatus, state: State | None, began_at: int) -> int | None:
     if status.progress is None:
         return None
     if state == "Complete":
         return 0
     latest = status.checkpoints.latest if status.checkpoints else None
-    return max(0, status.progress.step - (latest.step if latest else 0))
+    return max(0, status.progress.step - (latest.step if latest else began_at))
+
+
+def _began_at(previous: SFTJobStatus, status: SFTJobStatus, observed: Observed) -> int:
+    """The step at which a run begins again that has no checkpoint of its own: not 0 where it goes on from another
+    run's. Its pods tell; once they are gone, what was told of them."""
+    told = observed.report.progress.training if observed.report else None
+    if told and told.attempt == status.attempt and told.step:
+        return told.resumed_from_step or 0
+    known = previous.checkpoints.latest if previous.checkpoints else None
+    if known or previous.progress is None or previous.steps_at_risk is None:
+        return 0
+    return previous.progress.step - previous.steps_at_risk
 
 
 def _conditions(previous: SFTJobStatus, terms: Terms, situation: Situation, now: datetime) -> list[Condition]:

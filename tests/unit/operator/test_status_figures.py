@@ -286,6 +286,18 @@ def test_steps_at_risk_are_those_since_the_last_checkpoint() -> None:
     assert status.checkpoints.latest == checkpoint(40)
 
 
+def test_what_another_run_has_saved_is_not_at_risk_before_the_first_own_checkpoint() -> None:
+    begins = status_of(running(report=report(training(40, resumed_from_step=40))))
+    trains = status_of(running(report=report(training(47, resumed_from_step=40))), begins)
+    lost = status_of(running(), trains, seconds=30)
+    again = report(training(0, attempt=2, phase=Phase.LOADING, update_time=at(60)), received=60)
+    loads = status_of(running(report=again), lost, seconds=60)
+    told = training(42, attempt=2, resumed_from_step=40, update_time=at(90))
+    goes_on = status_of(running(report=report(told, received=90)), loads, seconds=90)
+
+    assert [each.steps_at_risk for each in (begins, trains, lost, loads, goes_on)] == [0, 7, 7, 7, 2]
+
+
 def test_checkpoints_stay_known_while_a_new_attempt_has_none_to_tell() -> None:
     first = status_of(running(report=report(training(57, checkpoints=checkpoints(40)))))
     second = status_of(running(report=report(training(41, attempt=2, resumed_from_step=40))), first)

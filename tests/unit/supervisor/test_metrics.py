@@ -51,6 +51,12 @@ def test_every_figure_that_is_known() -> None:
     assert "eval_loss" not in text
 
 
+def test_steps_at_risk_before_the_first_checkpoint_are_those_of_this_run() -> None:
+    for resumed_from, expected in ((None, 47), (40, 7)):
+        told = Progress(training=TrainingProgress(attempt=1, step=47, resumed_from_step=resumed_from))
+        assert f"sft_trainer_steps_at_risk {expected}.0" in render(told, Counter(), NOW).decode().splitlines()
+
+
 def test_every_metric_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "states.md").read_text()
     source = inspect.getsource(metrics)
