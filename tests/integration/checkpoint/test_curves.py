@@ -138,6 +138,30 @@ def test_a_save_at_the_step_that_was_resumed_keeps_what_came_before(store: Store
     assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(5, 3.0)]
 
 
+@pytest.mark.parametrize("step", [5, 6], ids=["saved there again", "saved later"])
+def test_the_newest_evaluation_of_a_step_is_shown_where_it_is_another_one(
+    store: Store, tmp_path: Path, step: int
+) -> None:
+    # Given an attempt that was interrupted when it had evaluated step 5 and saved it
+    before = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    save(store, before, 1, [record(n, 9.0, evalLoss=3.0, evalAccuracy=0.5) for n in range(1, 6)])
+    before.finish(PATIENCE_SECONDS)
+
+    # When the next one evaluates that step on the data of now
+    again = CurveWriter(store, "tiny", attempt=2, resumed_at=5)
+    judged = {"step": 5, "evalLoss": 7.0, "evalAccuracy": 0.25}
+    save(store, again, 2, [judged, *(record(n, 4.0) for n in range(6, step + 1))])
+    save(store, again, 2, [record(7, 4.0)])
+    again.finish(PATIENCE_SECONDS)
+
+    # Then that is what is told of it, once, as the status and its checkpoint do
+    expected = [*((n, 3.0) for n in range(1, 5)), (5, 7.0)]
+    assert sorted(shown_by_tensorboard(store, tmp_path / "eval", "eval/loss")) == expected
+    assert (5, 0.25) in shown_by_tensorboard(store, tmp_path / "right", "eval/accuracy")
+    trained = shown_by_tensorboard(store, tmp_path / "loss", "train/loss")
+    assert [n for n, _ in sorted(trained)] == [1, 2, 3, 4, 5, *range(6, step + 1), 7]
+
+
 def test_a_run_that_starts_anew_after_a_crash_without_checkpoint_shows_the_new_start(
     store: Store, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from sft_api.checkpoints import CURVE_KEY, EVENTS_PREFIX, METRICS_PREFIX
 from sft_trainer.checkpoint.store import Store
@@ -94,7 +94,7 @@ class CurveWriter:
     def _write(self, step: int, records: bytes) -> None:
         self._unread.append(records)
         if self._history is None:
-            self._history = self._history_of_earlier_attempts()
+            self._history = self._history_of_earlier_attempts(read_records(b"".join(self._unread)))
         while self._unread:
             self._unwritten += self._history.add(read_records(self._unread[0]))
             del self._unread[0]
@@ -107,16 +107,21 @@ class CurveWriter:
         self._store.put(CURVE_KEY, draw(self._title, curve_lines(self._history)))
         self._written()
 
-    def _history_of_earlier_attempts(self) -> History:
-        """What the attempts before did, as far as this one went on from it; their event files no longer hold more."""
-        history = History()
-        kept = [
-            scalar
-            for key in self._earlier_records()
-            for scalar in history.add(read_records(self._store.read(key)), up_to=self._resumed_at)
-        ]
+    def _history_of_earlier_attempts(self, own: list[Record]) -> History:
+        """What the attempts before did, as far as this one went on from it; their event files no longer hold more.
+
+        ``own`` are this one's first records. An evaluation of the step that it went on from which gave another loss, as
+        on other data, takes the place of theirs.
+        """
+        history, kept, judged_anew = History(), list[Scalar](), False
+        losses = {record["step"]: record["evalLoss"] for record in own if "evalLoss" in record}
+        for key in self._earlier_records():
+            records = read_records(self._store.read(key))
+            others = [record if _is_told_alike(record, losses) else _without_evaluation(record) for record in records]
+            judged_anew = judged_anew or others != records
+            kept += history.add(others, up_to=self._resumed_at)
         earlier = [entry.key for entry in self._store.list(EVENTS_PREFIX) if self._is_earlier(entry.key)]
-        if any(self._is_superseded(key) for key in earlier):
+        if judged_anew or any(self._is_superseded(key) for key in earlier):
             together = events_key(self._resumed_at, self._attempt)
             if kept:
                 self._store.put(together, event_file(kept, purge_step=None))
@@ -138,6 +143,15 @@ class CurveWriter:
     def _is_superseded(self, key: str) -> bool:
         """Whether the event file ``key`` holds steps that this attempt does again."""
         return (match := _EVENTS.fullmatch(key)) is not None and int(match[2]) > self._resumed_at
+
+
+def _is_told_alike(record: Record, losses: Mapping[int, float | None]) -> bool:
+    """Whether ``losses``, of evaluations by their steps, have no other one than ``record``."""
+    return "evalLoss" not in record or record["evalLoss"] == losses.get(record["step"], record["evalLoss"])
+
+
+def _without_evaluation(record: Record) -> Record:
+    return {name: value for name, value in record.items() if not name.startswith("eval")}
 
 
 def curve_lines(history: History) -> list[Line]:
