@@ -138,6 +138,24 @@ def test_a_save_at_the_step_that_was_resumed_keeps_what_came_before(store: Store
     assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(5, 3.0)]
 
 
+def test_a_step_without_a_finite_loss_is_told_once(store: Store, tmp_path: Path) -> None:
+    # Given an attempt whose evaluation of step 2, which it saved, gave no number
+    before = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    nothing = {"step": 2, "evalLoss": None, "evalAccuracy": 0.25}
+    save(store, before, 1, [record(1, 9.0), record(2, None) | nothing])
+    before.finish(PATIENCE_SECONDS)
+
+    # When the next one evaluates it once more
+    again = CurveWriter(store, "tiny", attempt=2, resumed_at=2)
+    save(store, again, 2, [nothing, record(3, 8.0)])
+    again.finish(PATIENCE_SECONDS)
+
+    # Then what else there is of it stands there once
+    assert shown_by_tensorboard(store, tmp_path / "right", "eval/accuracy") == [(2, 0.25)]
+    rates = shown_by_tensorboard(store, tmp_path / "rates", "train/learning_rate")
+    assert [step for step, _ in rates] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("step", [5, 6], ids=["saved there again", "saved later"])
 def test_the_newest_evaluation_of_a_step_is_shown_where_it_is_another_one(
     store: Store, tmp_path: Path, step: int

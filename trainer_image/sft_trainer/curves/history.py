@@ -51,14 +51,20 @@ class History:
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
         self.eval_losses: dict[int, float] = {}
+        self._known: dict[str, set[int]] = {"train": set(), "eval": set()}
+        """Steps that were told of, also those of which a loss was not finite."""
 
     def add(self, records: Iterable[Record], *, up_to: int | None = None) -> list[Scalar]:
         """Take in ``records`` (of steps no later than ``up_to``); the figures in them that were not known yet."""
         news = []
         for record in records:
-            known = {"train": record["step"] in self.losses, "eval": record["step"] in self.eval_losses}
-            if up_to is not None and record["step"] > up_to:
+            step = record["step"]
+            if up_to is not None and step > up_to:
                 continue
+            known = {kind: step in steps for kind, steps in self._known.items()}
+            for kind, field in (("train", "loss"), ("eval", "evalLoss")):
+                if field in record:
+                    self._known[kind].add(step)
             for scalar in scalars(record):
                 if known[scalar.tag.partition("/")[0]]:
                     continue
