@@ -23,7 +23,7 @@ class EvaluatesWhenDue(Listener):
 
     def on_resume(self, event: Resumed, control: Control) -> None:
         self._begins, self._left = event.begins, event.figures.evaluation_left
-        if event.figures.eval_loss is not None:
+        if event.figures.begins_evaluated:
             self._evaluated_at = event.checkpoint.step
 
     def on_start(self, event: Started, control: Control) -> None:

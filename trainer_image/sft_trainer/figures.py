@@ -42,6 +42,8 @@ class Figures:
     """Of the one before the first step, if there was one."""
     evaluated_at: int = -1
     """Step of the last evaluation of this attempt."""
+    begins_evaluated: bool = False
+    """Whether the checkpoint that this attempt went on from knows the loss of its own step."""
     best_eval_loss: float | None = None
     """The lowest, by which the evaluations after it are judged."""
     worse_evaluations: int = 0
@@ -58,20 +60,26 @@ class Figures:
         """Those of a run that goes on from there."""
         extra, metrics = manifest.run.model_extra or {}, manifest.run.metrics
         totals = {name: extra[name] for name in _TOTALS if name in extra}
+        evaluated = metrics.get("evalLoss") is not None
+        last = metrics if evaluated else extra.get("last_evaluation") or {}
         return cls(
             step=manifest.step,
             loss=metrics.get("loss"),
-            eval_loss=metrics.get("evalLoss"),
-            eval_accuracy=metrics.get("evalAccuracy"),
+            eval_loss=last.get("evalLoss"),
+            eval_accuracy=last.get("evalAccuracy"),
+            begins_evaluated=evaluated,
             **totals,
         )
 
     def record(self) -> dict[str, Any]:
         """Fields of the ``RunState`` of a checkpoint of ``step``."""
         metrics = {"loss": self.loss, "evalLoss": None, "evalAccuracy": None}
+        # What is told until the next one: a checkpoint is judged by that of its own step alone.
+        last = {"evalLoss": self.eval_loss, "evalAccuracy": self.eval_accuracy}
         if self.evaluated_at == self.step:
-            metrics |= {"evalLoss": self.eval_loss, "evalAccuracy": self.eval_accuracy}
-        return {"cursor": self.step, "metrics": metrics, **{name: getattr(self, name) for name in _TOTALS}}
+            metrics |= last
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return {"cursor": self.step, "metrics": metrics, "last_evaluation": last, **totals}
 
     def progress(self) -> dict[str, Any]:
         """Fields of the ``TrainingProgress`` that shows them."""
@@ -111,7 +119,7 @@ class Figures:
     def evaluated_on_other_data(self) -> "Figures":
         """Those of a run that goes on with other evaluation data: no loss of before can be compared with one of now."""
         unjudged = replace(self, best_eval_loss=None, worse_evaluations=0, judged_at=-1)
-        return replace(unjudged, eval_loss=None, eval_accuracy=None, first_eval_loss=None)
+        return replace(unjudged, eval_loss=None, eval_accuracy=None, first_eval_loss=None, begins_evaluated=False)
 
     def as_another_run(self) -> "Figures":
         """Those of a run that goes on from another one's checkpoint: how its own go, and how long, it tells itself."""

@@ -53,6 +53,14 @@ def test_an_evaluation_that_a_restart_repeats_counts_once() -> None:
     assert (again.worse_evaluations, again.eval_loss, again.evaluated_at) == (1, 1.5, 2)
 
 
+def test_the_last_evaluation_is_told_also_after_a_restart_at_a_later_step() -> None:
+    evaluated = evaluations(1.0, 1.5)
+    at_once, later = restarted(evaluated), restarted(restarted(replace(evaluated, step=3)))
+    assert (at_once.progress()["eval_loss"], at_once.begins_evaluated) == (1.5, True)
+    assert (later.progress()["eval_loss"], later.begins_evaluated) == (1.5, False)
+    assert later.record()["metrics"]["evalLoss"] is None, "a checkpoint is judged by its own step alone"
+
+
 def test_evaluations_of_other_data_are_judged_by_none_of_before() -> None:
     before = restarted(evaluations(0.6, 0.5, 0.7))
     figures = before.evaluated_on_other_data()

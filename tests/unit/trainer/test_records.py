@@ -226,7 +226,7 @@ def test_a_run_goes_on_with_its_own_figures_whatever_was_shown(begin: Callable[.
     again = begin()
 
     # Then it has what it had, an evaluation of this attempt excepted, and shows it
-    judged = {"best_eval_loss": 3.5, "judged_at": 2}
+    judged = {"best_eval_loss": 3.5, "judged_at": 2, "begins_evaluated": True}
     assert again.figures == Figures(2, 4, 60, 20, loss=3.0, first_loss=4.0, eval_loss=3.5, **judged)
     shown = again.reporter.progress
     assert (shown.step, shown.loss, shown.first_loss, shown.eval_loss) == (2, 3.0, 4.0, 3.5)
@@ -234,11 +234,15 @@ def test_a_run_goes_on_with_its_own_figures_whatever_was_shown(begin: Callable[.
     assert (shown.attempt, shown.total_steps, shown.resumed_from_step) == (2, 6, 2)
     assert shown.checkpoints.latest is not None
 
-    # And the evaluation of a step is no figure of those after it
+    # And the evaluation of a step is none of those after it, though it is the last one until the next
     again.do(3, loss=math.nan)
     again._save()
+    latest = again.reporter.progress.checkpoints.latest
+    assert latest is not None
+    assert (latest.step, latest.eval_loss) == (3, None)
     third = begin().figures
-    assert (third.loss, third.eval_loss, third.first_loss, third.tokens_seen) == (None, None, 4.0, 90)
+    assert (third.loss, third.eval_loss, third.first_loss, third.tokens_seen) == (None, 3.5, 4.0, 90)
+    assert not third.begins_evaluated
 
 
 def test_a_checkpoint_tells_which_files_lay_beside_the_weights(begin: Callable[..., Run]) -> None:

@@ -399,7 +399,7 @@ def test_an_evaluation_that_was_left_is_made_up_for(
     # Given evaluations every second step, and a checkpoint of one with or without its loss
     story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"everySteps": 2}})
     due = EvaluatesWhenDue(story.spec)
-    figures = Figures(step, eval_loss=eval_loss)
+    figures = Figures(step, eval_loss=eval_loss, begins_evaluated=eval_loss is not None)
 
     due.on_resume(Resumed(CheckpointId(1, step), figures, CheckpointsStatus(), []), story.control)
     due.on_start(Started(step, 6), story.control)
@@ -415,7 +415,9 @@ def test_what_begins_with_a_checkpoint_of_another_run_is_evaluated_before_its_fi
     # Given a checkpoint of step 4 that was evaluated, of another run or of this one
     story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"beforeTraining": before}})
     due = EvaluatesWhenDue(story.spec)
-    resumed = Resumed(CheckpointId(1, 4), Figures(4, eval_loss=1.5), CheckpointsStatus(), [], begins)
+    resumed = Resumed(
+        CheckpointId(1, 4), Figures(4, eval_loss=1.5, begins_evaluated=True), CheckpointsStatus(), [], begins
+    )
 
     due.on_resume(resumed, story.control)
     due.on_start(Started(4, 6), story.control)
