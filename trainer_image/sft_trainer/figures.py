@@ -1,6 +1,7 @@
 """What a run has come to: the figures that its checkpoints keep. They belong to it, and not to who shows them."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sft_api.checkpoints import Manifest
@@ -18,6 +19,8 @@ _SHOWN = (
     *("trained_tokens_seen", "stopped_early"),
 )
 """Fields of a ``TrainingProgress`` by the same names."""
+_OF_LAST_STEP = ("epoch", "learning_rate", "grad_norm", "aux_loss")
+"""Those that each step tells itself."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Figures:
     """What these steps took, whichever attempts made them; those that were made again count once."""
     loss: float | None = None
     """Of the last step."""
+    last_step: Mapping[str, float | None] = field(default_factory=dict)
+    """What else is told of it, by fields of a ``TrainingProgress``."""
     first_loss: float | None = None
     """Of the first step."""
     eval_loss: float | None = None
@@ -60,7 +65,7 @@ class Figures:
         """Those of a run that goes on from there."""
         extra, metrics = manifest.run.model_extra or {}, manifest.run.metrics
         totals = {name: extra[name] for name in _TOTALS if name in extra}
-        evaluated = metrics.get("evalLoss") is not None
+        evaluated, told = metrics.get("evalLoss") is not None, extra.get("last_step") or {}
         last = metrics if evaluated else extra.get("last_evaluation") or {}
         return cls(
             step=manifest.step,
@@ -68,6 +73,7 @@ class Figures:
             eval_loss=last.get("evalLoss"),
             eval_accuracy=last.get("evalAccuracy"),
             begins_evaluated=evaluated,
+            last_step={name: told[name] for name in _OF_LAST_STEP if name in told},
             **totals,
         )
 
@@ -79,7 +85,8 @@ class Figures:
         if self.evaluated_at == self.step:
             metrics |= last
         totals = {name: getattr(self, name) for name in _TOTALS}
-        return {"cursor": self.step, "metrics": metrics, "last_evaluation": last, **totals}
+        told = {"last_evaluation": last, "last_step": dict(self.last_step)}
+        return {"cursor": self.step, "metrics": metrics, **told, **totals}
 
     def progress(self) -> dict[str, Any]:
         """Fields of the ``TrainingProgress`` that shows them."""

@@ -266,9 +266,9 @@ class Reporting(Listener):
         for warning in event.warnings:
             self._reporter.warn(warning)
         self._curve = event.figures.step_seconds
-        self._reporter.update(
-            **event.figures.progress(), resumed_from_step=event.checkpoint.step, checkpoints=event.checkpoints
-        )
+        begins = {"resumed_from_step": event.checkpoint.step, "checkpoints": event.checkpoints}
+        # There may be no step left to make that would tell these.
+        self._reporter.update(**event.figures.progress(), **event.figures.last_step, **begins)
         self._reporter.say("resumed from step %s (%s)", event.checkpoint.step, event.checkpoint.folder)
 
     def on_start(self, event: Started, control: Control) -> None:

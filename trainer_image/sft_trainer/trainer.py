@@ -18,6 +18,7 @@ import torch
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.place import TAKE_OVER_VARIABLE, Done
 from sft_api.progress import STOPPED_EARLY_CHARACTERS, Phase
+from sft_api.report import finite
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
 
@@ -477,7 +478,11 @@ class Trainer:
         step = launched.step
         loss, grad_norm = total / step.trained_tokens, norm_sum / self.topology.world_size
         seconds = launched.began.seconds_until(launched.figures.ready) - launched.waited
-        self.figures = self.figures.after(launched.number, step, loss, seconds)
+        figures = self.figures.after(launched.number, step, loss, seconds)
+        epoch = round(figures.examples_seen / self.prepared.epoch_size, 6)
+        aux_loss = aux_sum / step.tokens if self.strategy.auxiliary else None
+        told = {"epoch": epoch, "learning_rate": launched.rate, "grad_norm": finite(grad_norm)}
+        self.figures = replace(figures, last_step={**told, "aux_loss": finite(aux_loss)})
         done = StepDone(
             step=launched.number,
             loss=loss,
@@ -485,14 +490,14 @@ class Trainer:
             learning_rate=launched.rate,
             tokens=step.tokens,
             trained_tokens=step.trained_tokens,
-            epoch=round(self.figures.examples_seen / self.prepared.epoch_size, 6),
+            epoch=epoch,
             seconds=seconds,
             time=time.time(),
             processes=self.topology.world_size,
             peak_flops_share=self._flops.share_of_peak(flops_sum, seconds * self.topology.world_size),
             save_in_flight=in_flight > 0,
             figures=self.figures,
-            aux_loss=aux_sum / step.tokens if self.strategy.auxiliary else None,
+            aux_loss=aux_loss,
         )
         self.events.emit(done)
         self.events.emit(Logged(done.step, done.record()))

@@ -61,6 +61,11 @@ def test_the_last_evaluation_is_told_also_after_a_restart_at_a_later_step() -> N
     assert later.record()["metrics"]["evalLoss"] is None, "a checkpoint is judged by its own step alone"
 
 
+def test_what_the_last_step_told_is_known_after_a_restart() -> None:
+    told = {"epoch": 1.5, "learning_rate": 1e-3, "grad_norm": None, "aux_loss": None}
+    assert restarted(Figures(4, last_step=told)).last_step == told
+
+
 def test_evaluations_of_other_data_are_judged_by_none_of_before() -> None:
     before = restarted(evaluations(0.6, 0.5, 0.7))
     figures = before.evaluated_on_other_data()

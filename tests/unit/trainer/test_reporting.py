@@ -239,6 +239,15 @@ def test_an_attempt_goes_on_with_the_seconds_of_its_checkpoint(tmp_path: Path) -
     assert (spent.curve_began, spent.curve_saved, spent.curve_now, spent.steps) == (50, 50, 52, 2)
 
 
+def test_what_the_last_step_told_stands_in_the_progress_of_who_has_none_left_to_make(tmp_path: Path) -> None:
+    listeners = Listeners([Reporting(Reporter(tmp_path, writes=True))], Control())
+    figures = Figures(40, last_step={"epoch": 2.0, "learning_rate": 1e-5, "grad_norm": 0.5})
+    listeners.emit(Resumed(CheckpointId(1, 40), figures, checkpoints_status([]), []))
+    listeners.emit(Started(40, 40))
+    told = written(tmp_path)
+    assert (told.resumed_from_step, told.epoch, told.learning_rate, told.grad_norm) == (40, 2.0, 1e-5, 0.5)
+
+
 def saved_at(step: int) -> CheckpointStatus:
     return CheckpointStatus(
         step=step, attempt=1, uri=f"s3://b/{step}", time="2026-01-01T00:00:00Z", size_bytes=1, verified=True
