@@ -322,6 +322,20 @@ def test_old_checkpoints_go_as_the_policy_says(store: Store) -> None:
     assert folders(store) == ["step-00000060-a00002", "step-00000020-a00001"]
 
 
+def test_a_save_lists_all_that_is_kept_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given checkpoints, each of which is as many files as there are ranks, and pages of a listing
+    manager = started(store)
+    for step in (10, 20):
+        save(manager, step, keep=KeepPolicy(last=9))
+    listed, list_ = list[str](), store.list
+    monkeypatch.setattr(store, "list", lambda prefix: [listed.append(prefix), list_(prefix)][1])
+
+    # When the next one is saved, then that is for what may go: for the rest its own files are enough
+    save(manager, 30, keep=KeepPolicy(last=9))
+    assert listed.count("checkpoints/") == 1
+    assert CheckpointId(1, 30).prefix.removesuffix("/") in listed
+
+
 def test_the_last_verified_one_stays_even_when_newer_ones_are_damaged(store: Store) -> None:
     first = started(store)
     save(first, 10)

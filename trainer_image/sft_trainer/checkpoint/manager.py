@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -414,7 +415,7 @@ class CheckpointManager:
 
         try:
             # By all or none, before anything is written: who learnt it alone would leave the others waiting.
-            self._group.on_leader(self._protocol.discard)
+            self._group.on_leader(partial(self._protocol.discard, identity))
             size = save_pieces(tensors, pieces, self.store, identity.prefix, self._group, commit, self._on_bytes, turns)
         except Exception as raised:
             error = (

@@ -244,12 +244,16 @@ class Protocol:
         if identity not in self._perhaps_committed:
             self._left.add(identity)
 
-    def discard(self) -> None:
+    def discard(self, begins: CheckpointId | None = None) -> None:
         """Remove the files of the saves that failed, as far as the store lets it.
 
-        Raises what it says where it does not even list them, also when there are none: a save has to list its files
-        before it counts, and would be written for nothing.
+        Raises what it says where it does not even list them. Where there are none those are listed of the save that
+        ``begins``: it has to list its files before it counts, and would be written for nothing.
         """
+        if begins is not None and not self._left:
+            # Not all that there are: of hundreds of ranks that keep a hundred checkpoints they are pages without end.
+            self._store.list(begins.prefix.removesuffix("/"))
+            return
         folders = self._catalog.folders()
         try:
             for identity in self._left:
