@@ -85,6 +85,18 @@ def make_plan(
     return plan.model_copy(update={"memory": memory})
 
 
+def as_asked(plan: Plan, spec: SFTJobSpec) -> Plan:
+    """``plan`` with what one of before it said what becomes of layers means: that they are compiled, and kept gathered
+    after their forward pass, where ``spec`` asks for it."""
+    fsdp = spec.strategy.fsdp if spec.strategy else None
+    asked = {
+        "compile": spec.training.compile is True,
+        "reshard_after_forward": fsdp is None or fsdp.reshard_after_forward is not False,
+    }
+    untold = {field: value for field, value in asked.items() if field not in plan.model_fields_set}
+    return plan.model_copy(update=untold) if untold else plan
+
+
 def _compiles(spec: SFTJobSpec, shape: ModelShape | None) -> bool:
     """Whether layers are compiled: as the manifest says, else where steps become so much faster that a slower start is
     made up for within minutes (docs/benchmarks.md), which is on GPUs.

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from .dummy_run import FOLDER, as_dummy_run
 from .numbers import Numbers
-from .plan import Plan, make_plan
+from .plan import Plan, as_asked, make_plan
 from .v1alpha1.base import ReportModel
 from .v1alpha1.job import SFTJob, SFTJobSpec
 from .v1alpha1.places import PLACE_RULES, default_export
@@ -53,13 +53,11 @@ class TrainerConfig(ReportModel):
 
     @field_validator("plan")
     @classmethod
-    def _compiled_as_asked(cls, plan: Plan, others: ValidationInfo) -> Plan:
-        """``plan`` with what one of before it said whether layers are compiled means: that they are where it is asked
-        for. A run that is begun again keeps its configuration, and has the trainer of today."""
+    def _as_asked(cls, plan: Plan, others: ValidationInfo) -> Plan:
+        """``plan``, also one that an earlier version made: a run that is begun again keeps its configuration, and has
+        the trainer of today."""
         spec: SFTJobSpec | None = others.data.get("spec")
-        if spec is None or "compile" in plan.model_fields_set:
-            return plan
-        return plan.model_copy(update={"compile": spec.training.compile is True})
+        return plan if spec is None else as_asked(plan, spec)
 
     @classmethod
     def resolve(

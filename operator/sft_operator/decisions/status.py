@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
 from sft_api.known_models import known_shape
+from sft_api.plan import as_asked
 from sft_api.progress import Phase
 from sft_api.report import what_is_complete, with_told
 from sft_api.restarts import Reached, as_phase, count_disruptions
@@ -87,8 +88,9 @@ def compute_status(
     if status.plan is None and not is_finished(previous):
         known = surprises(job.spec, known_shape(job.spec.model.uri))
         warnings = with_told(status.warnings, [*known, *memory_warnings(job.spec, pods)])
-        status = status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings})
-    return status
+        return status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings})
+    # Of a run that goes on it stays what it was, and so do its layers.
+    return status.model_copy(update={"plan": status.plan and as_asked(status.plan, job.spec)})
 
 
 def follow(

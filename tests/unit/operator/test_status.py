@@ -15,7 +15,7 @@ from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes
 from sft_operator.decisions.news import news
 from sft_operator.decisions.situation import seconds_to_complete
-from sft_operator.decisions.status import is_transition, merge_patch, read_status, write_status
+from sft_operator.decisions.status import compute_status, is_transition, merge_patch, read_status, write_status
 from sft_operator.picture.observed import Observed, Refusal, Unanswered
 from tests.unit.operator.make import (
     NOW,
@@ -239,6 +239,19 @@ def test_the_plan_is_shown_from_the_start() -> None:
 
     assert plan
     assert (plan.processes, plan.learning_rate) == (16, 1e-5)
+
+
+def test_the_plan_of_a_run_that_an_earlier_version_began_says_of_its_layers_what_they_do() -> None:
+    # Given a run whose manifest asks for both, and the plan of before plans told of them
+    spec = {"training": {"compile": True}, "strategy": {"fsdp": {"reshardAfterForward": False}}}
+    shown = write_status(status_of(running(), **spec))
+    del shown["plan"]["compile"]
+    del shown["plan"]["reshardAfterForward"]
+
+    plan = compute_status(make_job(**spec), read_status({"status": shown}), running(), at(0)).plan
+
+    assert plan
+    assert (plan.compile, plan.reshard_after_forward) == (True, False)
 
 
 def test_what_is_written_is_read_back_the_same() -> None:
