@@ -46,6 +46,8 @@ from sft_trainer.versions import SLOW_IMPORTS  # noqa: E402
 MAX_TERMINATION_BYTES = 4096
 INCIDENT_CHARACTERS = 200
 """Of the message of the last incident."""
+_SHOWN_FIELDS = 5
+"""Of those that are not known."""
 WORKER_IMPORTS = (
     "sft_trainer.trainer",
     *SLOW_IMPORTS,
@@ -94,6 +96,14 @@ def _config(path: Path) -> TrainerConfig:
     except OSError as problem:
         raise ValueError(f"the configuration {path} cannot be read: {problem.strerror}") from problem
     except ValidationError as problem:
+        unknown = [".".join(map(str, error["loc"])) for error in problem.errors() if error["type"] == "extra_forbidden"]
+        if unknown:
+            # What a field means that is not known here may be what the run is about: it is never left out.
+            raise ValueError(
+                f"a newer operator made the configuration of this run, with fields that this image does not know "
+                f"({', '.join(unknown[:_SHOWN_FIELDS])}): let it have an image as new (pods.image, or in a new SFTJob "
+                "compute.image) and sft retry, or delete the SFTJob and apply it again: it goes on in its place"
+            ) from problem
         raise ValueError(f"the configuration {path} is not valid: {problem}") from problem
 
 

@@ -34,6 +34,21 @@ def test_an_image_without_megatron_ends_a_job_that_needs_it(monkeypatch: pytest.
     assert (code, end["failure"], end["message"]) == (10, "ConfigError", MISSING)
 
 
+def test_an_image_older_than_the_configuration_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that a newer operator began, and that is begun again after images were rolled back, keeps it."""
+    document = resolve(manifest(tmp_path, tmp_path / "store")).model_dump(mode="json", exclude_none=True, by_alias=True)
+    document["plan"]["laterField"] = document["spec"]["data"]["train"][0]["anotherField"] = True
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    monkeypatch.setenv("SFT_TERMINATION_LOG", str(tmp_path / "end.json"))
+
+    code = launch.main(["--config", str(tmp_path / "config.json"), "--run-dir", str(tmp_path / "run")])
+
+    end = json.loads((tmp_path / "end.json").read_text())
+    assert (code, end["failure"]) == (10, "ConfigError")
+    assert "this image does not know (spec.data.train.0.anotherField, plan.laterField): let it" in end["message"]
+    assert "pydantic" not in end["message"]
+
+
 @pytest.mark.parametrize(
     ("version", "missing", "said"),
     [
