@@ -48,6 +48,8 @@ _SHOWN_CHARACTERS = 500
 _SHOWN_PODS = 3
 
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
+UNREAD = "the run is followed to its end, but this version cannot read its spec: "
+_BEFORE_THAT = "before that, "
 _PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
 """Reasons that came from a report, or from the lack of one."""
 _STARTS = ("Starting", "Recovering")
@@ -153,7 +155,7 @@ def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: date
     # What ends a run is noticed a little later.
     if stopped is None or happened < stopped - FRESH:
         return ""
-    return f"before that, {restarts.last_reason}: {restarts.last_message[:_SHOWN_CHARACTERS]}"
+    return f"{_BEFORE_THAT}{restarts.last_reason}: {restarts.last_message[:_SHOWN_CHARACTERS]}"
 
 
 def last_words_missing(observed: Observed, now: datetime) -> bool:
@@ -337,10 +339,17 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
         return Situation(state, "NoProgressReport", message)
     stood = next((item for item in previous.conditions if item.type == "Running"), None)
     if previous.state == state and stood and stood.reason in _PHASES:
-        return Situation(state, stood.reason, stood.message)
+        return Situation(state, stood.reason, _without_added(stood.message, observed))
     if state == "Running":
         return Situation(state, previous.progress.phase if previous.progress else Phase.TRAINING.value)
     return Situation(state, "PodsReady", "waiting for the first progress report")
+
+
+def _without_added(message: str, observed: Observed) -> str:
+    """What a report once said, of the ``message`` of its condition: the rest is said anew as long as it is so."""
+    for added in (*observed.unreadable, _BEFORE_THAT, UNREAD):
+        message = message.partition(added)[0]
+    return message.removesuffix("; ")
 
 
 def _state_in(problem: Problem, before: State) -> State:

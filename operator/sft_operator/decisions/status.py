@@ -28,7 +28,7 @@ from .queue import HELD_BACK, is_left_deactivated
 from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
 from .silence import OUT_OF_SIGHT
-from .situation import Situation, find_situation
+from .situation import UNREAD, Situation, find_situation
 from .spec import Terms, run_terms
 
 _NO_SETTINGS = PodSettings()
@@ -200,7 +200,7 @@ def _as_far_as_read(terms: Terms, situation: Situation) -> Situation:
     """``situation``, with what cannot be read of the spec until the run has ended."""
     if not terms.unreadable or situation.completed:
         return situation
-    unread = f"the run is followed to its end, but this version cannot read its spec: {terms.unreadable}"
+    unread = f"{UNREAD}{terms.unreadable}"
     if situation.stalled:
         return replace(situation, message=f"{situation.message}; {unread}")
     message = "; ".join(filter(None, (situation.message, unread)))

@@ -15,7 +15,7 @@ from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes
 from sft_operator.decisions.news import news
 from sft_operator.decisions.situation import seconds_to_complete
-from sft_operator.decisions.status import compute_status, is_transition, merge_patch, read_status, write_status
+from sft_operator.decisions.status import compute_status, follow, is_transition, merge_patch, read_status, write_status
 from sft_operator.picture.observed import Observed, Refusal, Unanswered
 from tests.unit.operator.make import (
     NOW,
@@ -25,6 +25,7 @@ from tests.unit.operator.make import (
     make_child,
     make_job,
     make_pod,
+    make_terms,
     report,
     running,
     stamp,
@@ -252,6 +253,20 @@ def test_the_plan_of_a_run_that_an_earlier_version_began_says_of_its_layers_what
 
     assert plan
     assert (plan.compile, plan.reshard_after_forward) == (True, False)
+
+
+def test_while_no_report_comes_what_is_added_to_the_words_of_the_last_is_added_once() -> None:
+    """A message grew with each look, up to its limit, and what no longer was so stayed for half a minute."""
+    terms = replace(make_terms(), unreadable="spec.later: Extra inputs are not permitted")
+    told = follow(terms, SFTJobStatus(), running(report=report(training(1))), at(0))
+
+    silent = follow(terms, told, running(), at(1))
+    again = follow(terms, silent, running(), at(2))
+    readable = follow(make_terms(), again, running(), at(3))
+
+    assert told.message == silent.message == again.message
+    assert told.message.endswith("cannot read its spec: spec.later: Extra inputs are not permitted")
+    assert readable.message == ""
 
 
 def test_what_is_written_is_read_back_the_same() -> None:
