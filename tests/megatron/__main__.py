@@ -4,6 +4,8 @@ max_rel_error     worst relative error of loss, logits, gradients, their norm an
                   against transformers with each document alone; at most 1e-5. And weights that are not those of the
                   files to the last bit, of which there is to be none
 cases             models over shapes of processes that are compared
+drawn_rel_error   the same of models, shapes, documents and options that seeds give, and of steps, figures and weights,
+                  of which others go on with the last (``drawn.py``); at most 1e-5
 steps_rel_error   worst relative difference of loss and norm of 20 steps from those of FSDP; at most 1e-4
 bf16_rel_error    the same of a run in bf16, from one in fp32; at most 5e-2
 bf16_gradient     how far the first step's gradients of a run in bf16 over parts of the tokens and over stages are from
@@ -26,6 +28,7 @@ from pathlib import Path
 from tests.integration.checkpoint import ranks
 from tests.megatron.alone import ALONE, resharded_through_one
 from tests.megatron.cases import OF_FOUR, OF_THREE, OF_TWO, TRAINED, compared, trained
+from tests.megatron.drawn import of_seeds
 from tests.megatron.models import save_models
 from tests.megatron.rounding import BF16_OF_FOUR, BF16_OF_TWO, EXACT, rounded
 
@@ -35,6 +38,8 @@ BF16_LIMIT = 5e-2
 GRADIENT_LIMIT = 1.0
 CURVE_LIMIT = 2.0
 FIRST_LIMIT = 2**-8
+DRAWN = range(8)
+"""Seeds, of two and of four processes."""
 _SECONDS = 1800
 """That processes are waited for."""
 
@@ -50,6 +55,14 @@ def main() -> int:
             ].items():
                 print(f"{name}-on{processes} " + " ".join(f"{key}={value:.1e}" for key, value in figures.items()))
                 errors |= {f"{name}-on{processes}": max(figures.values())}
+        of_chance: dict[str, float] = {}
+        for processes in (2, 4):
+            (work / f"drawn-{processes}").mkdir()
+            for name, figures in ranks.run(
+                processes, work, of_seeds, work / f"drawn-{processes}", DRAWN, seconds=_SECONDS
+            )[0].items():
+                print(f"drawn: {name} " + " ".join(f"{key}={value:.1e}" for key, value in figures.items()))
+                of_chance |= {name: max(figures.values())}
         in_bf16 = _in_bf16(work)
         found = ranks.run(2, work, trained, work / "models", work, seconds=_SECONDS)[0]
         found["reshard_mismatch"] += sum(resharded_through_one(work, shapes, _SECONDS) for shapes in ALONE)
@@ -58,6 +71,7 @@ def main() -> int:
     rounded_steps = {case.name for case in TRAINED if case.precision == "bf16"}
     limits = {
         "max_rel_error": (max(errors.values()), LIMIT),
+        "drawn_rel_error": (max(of_chance.values()), LIMIT),
         "steps_rel_error": (max(value for name, value in steps.items() if name not in rounded_steps), STEPS_LIMIT),
         "bf16_rel_error": (max(steps[name] for name in rounded_steps), BF16_LIMIT),
         "bf16_gradient": (max(each["gradient"] for each in in_bf16.values()), GRADIENT_LIMIT),

@@ -50,15 +50,22 @@ def save_models(folder: Path) -> None:
         "qwen3_moe_raw": transformers.Qwen3MoeConfig(**common, **experts, norm_topk_prob=False),
     }
     for name, config in configs.items():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-                else:
-                    parameter.mul_(4)
-            if config.pad_token_id is not None:
-                # transformers makes it zeros, which it is in few models that are published.
-                model.get_input_embeddings().weight[PADDING].normal_(std=0.08)
-        model.save_pretrained(folder / name)
+        save_model(config, folder / name)
+
+
+def save_model(config: Any, folder: Path, seed: int = 0) -> None:
+    """One of random weights."""
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(4)
+        if config.pad_token_id is not None:
+            # transformers makes it zeros, which it is in few models that are published.
+            model.get_input_embeddings().weight[config.pad_token_id].normal_(std=0.08)
+    model.save_pretrained(folder)

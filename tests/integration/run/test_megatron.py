@@ -11,7 +11,7 @@ import torch
 
 from tests.collectives import Call, noted_calls
 from tests.integration.checkpoint import ranks
-from tests.megatron import groups, shim
+from tests.megatron import drawn, groups, shim
 from tests.megatron.__main__ import CURVE_LIMIT, FIRST_LIMIT, GRADIENT_LIMIT, LIMIT, STEPS_LIMIT
 from tests.megatron.cases import FIRST, Case, beside_fsdp, built, compared, resharded, resumed, skipped, step
 from tests.megatron.models import save_models
@@ -19,6 +19,8 @@ from tests.megatron.rounding import EXACT, rounded
 
 SECONDS = 500
 """That processes are waited for, on ten times too few processors as well."""
+DRAWN = (1, 5, 8, 14)
+"""Tokens, then matrices; uneven stages of chunks, then copies; a mixture in stages, over experts, over all of these."""
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
 TOKENS = Case("qwen3_tied", context=2)
@@ -47,6 +49,13 @@ def test_numbers_are_those_of_transformers(models: Path, tmp_path: Path) -> None
     )
     for figures in ranks.run(2, tmp_path, compared, models, cases, seconds=SECONDS):
         assert {name: max(each.values()) for name, each in figures.items() if max(each.values()) > LIMIT} == {}
+
+
+def test_what_is_drawn_is_right(tmp_path: Path) -> None:
+    """Models, shapes of processes, documents and options of some seeds, against transformers and AdamW."""
+    for figures in ranks.run(2, tmp_path, drawn.of_seeds, tmp_path, DRAWN, seconds=SECONDS):
+        assert len(figures) == len(DRAWN)
+        assert {name: each for name, each in figures.items() if max(each.values()) > LIMIT} == {}
 
 
 def test_groups_of_processes_are_those_of_the_topology() -> None:
