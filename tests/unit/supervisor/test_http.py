@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from sft_trainer.supervisor import http
 from sft_trainer.supervisor.http import MAX_BODY_BYTES, Client, Request, Response, serve
 from tests.waiting import PATIENCE_SECONDS
 
@@ -113,3 +114,27 @@ def test_nobody_listens() -> None:
             await Client("127.0.0.1", free).post("/", b"", PATIENCE_SECONDS)
 
     with_server(talk)
+
+
+def test_who_reads_nothing_keeps_no_connection_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "READ_SECONDS", 0.05)
+    size = 2**24  # more than the kernel holds of what nobody reads
+
+    async def much(request: Request) -> Response:
+        return Response(200, bytes(size))
+
+    async def run() -> None:
+        async with await serve("127.0.0.1", 0, much) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(b"GET /a HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0.5)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            answer = bytearray()
+            with contextlib.suppress(ConnectionResetError):
+                while part := await asyncio.wait_for(reader.read(2**20), PATIENCE_SECONDS):
+                    answer += part
+            assert len(answer) < size
+            writer.close()
+
+    asyncio.run(run())

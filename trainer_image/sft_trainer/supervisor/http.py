@@ -71,6 +71,9 @@ async def serve(bind: str | None, port: int, handler: Handler) -> asyncio.Server
             pass  # The other side is gone or too slow, or this one is ending.
         finally:
             writer.close()
+            if writer.transport.get_write_buffer_size():
+                # Closed only once that is read, it would stay for as long as the other side reads nothing.
+                asyncio.get_running_loop().call_later(READ_SECONDS, writer.transport.abort)
 
     return await asyncio.start_server(connection, bind, port, limit=MAX_HEAD_BYTES, backlog=1024)
 
