@@ -194,6 +194,52 @@ def test_a_run_that_starts_anew_after_a_crash_without_checkpoint_shows_the_new_s
     assert shown_by_tensorboard(store, tmp_path / "eval", "eval/loss") == [(0, 9.0)]
 
 
+def test_a_long_run_that_goes_on_writes_no_more_anew_than_what_it_takes_back(tmp_path: Path) -> None:
+    # Given an attempt of many saves, the last of which has steps that no checkpoint has
+    store = LocalStore(tmp_path / "store")
+    lost = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    for first in range(1, 101, 10):
+        save(store, lost, 1, [record(step, 9.0) for step in range(first, first + 10)])
+    lost.finish(PATIENCE_SECONDS)
+    before = {entry.key: store.read(entry.key) for entry in store.list("tensorboard/")}
+
+    # When the next one goes on from within the last but one
+    resumed = CurveWriter(store, "tiny", attempt=2, resumed_at=85)
+    save(store, resumed, 2, [record(step, 4.0) for step in range(86, 101)])
+    resumed.finish(PATIENCE_SECONDS)
+
+    # Then files that hold nothing of later are as they were, and each step is there once
+    after = {entry.key: store.read(entry.key) for entry in store.list("tensorboard/")}
+    assert {key for key in before if key in after} == {key for key in before if int(key[-8:]) <= 80}
+    assert all(before[key] == after[key] for key in before if key in after)
+    assert len(after) == 8 + 2
+    expected = [(step, 9.0 if step <= 85 else 4.0) for step in range(1, 101)]
+    assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
+    assert curves(store.read("curve.svg")) == {"training": 100}
+
+
+def test_figures_that_never_came_into_a_file_of_tensorboard_are_made_up_for(tmp_path: Path) -> None:
+    # Given a second attempt whose records were written, and its events not: the first one's of those steps stayed
+    store = LocalStore(tmp_path / "store")
+    first = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
+    save(store, first, 1, [record(step, 9.0) for step in range(1, 4)])
+    save(store, first, 1, [record(step, 9.0) for step in range(4, 7)])
+    first.finish(PATIENCE_SECONDS)
+    store.put(metrics_key(6, 2), lines([record(step, 5.0) for step in range(4, 7)]))
+    third = CurveWriter(store, "tiny", attempt=3, resumed_at=6)
+    save(store, third, 3, [record(step, 4.0) for step in range(7, 9)])
+    third.finish(PATIENCE_SECONDS)
+
+    # When one goes on from where the second was
+    last = CurveWriter(store, "tiny", attempt=4, resumed_at=6)
+    save(store, last, 4, [record(step, 3.0) for step in range(7, 9)])
+    last.finish(PATIENCE_SECONDS)
+
+    # Then each step is there once, as it was done by the attempt that counts
+    expected = [(step, 9.0 if step <= 3 else 5.0 if step <= 6 else 3.0) for step in range(1, 9)]
+    assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
+
+
 class StuckStore(LocalStore):
     """Refuses or keeps waiting whoever writes a curve."""
 

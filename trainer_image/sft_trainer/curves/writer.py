@@ -9,7 +9,9 @@ import logging
 import queue
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from sft_api.checkpoints import CURVE_KEY, EVENTS_PREFIX, METRICS_PREFIX
 from sft_trainer.checkpoint.store import Store
@@ -20,8 +22,15 @@ from .history import History, Record, Scalar
 
 log = logging.getLogger("sft_trainer")
 
-_RECORDS = re.compile(r"metrics/step-(\d+)-a(\d+)\.jsonl")
-_EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.a(\d+)-step-(\d+)")
+_RECORDS = re.compile(r"metrics/step-(?P<step>\d+)-a(?P<attempt>\d+)\.jsonl")
+_EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.a(?P<attempt>\d+)-step-(?P<step>\d+)")
+
+
+class Written(NamedTuple):
+    """By whom a file was written, and up to which step."""
+
+    attempt: int
+    step: int
 
 
 def metrics_key(step: int, attempt: int) -> str:
@@ -113,36 +122,73 @@ class CurveWriter:
         ``own`` are this one's first records. An evaluation of the step that it went on from which gave another loss, as
         on other data, takes the place of theirs.
         """
-        history, kept, judged_anew = History(), list[Scalar](), False
+        history, records, kept = History(), self._earlier_records(), list[Scalar]()
         losses = {record["step"]: record["evalLoss"] for record in own if "evalLoss" in record}
-        for key in self._earlier_records():
-            records = read_records(self._store.read(key))
-            others = [record if _is_told_alike(record, losses) else _without_evaluation(record) for record in records]
-            judged_anew = judged_anew or others != records
-            kept += history.add(others, up_to=self._resumed_at)
-        earlier = [entry.key for entry in self._store.list(EVENTS_PREFIX) if self._is_earlier(entry.key)]
-        if judged_anew or any(self._is_superseded(key) for key in earlier):
+        going = self._superseded(records, evaluated_anew=self._resumed_at in losses)
+        for key, (attempt, step) in records.items():
+            told = read_records(self._store.read(key))
+            told = [record if _is_told_alike(record, losses) else _without_evaluation(record) for record in told]
+            known = history.add(told, up_to=self._resumed_at)
+            if going and not going.leaves(attempt, step):
+                kept += known
+        if going:
             together = events_key(self._resumed_at, self._attempt)
             if kept:
                 self._store.put(together, event_file(kept, purge_step=None))
                 self._together = kept
-            self._store.delete([key for key in earlier if key != together])
+            self._store.delete(going.keys)
         return history
 
-    def _earlier_records(self) -> list[str]:
+    def _superseded(self, records: Mapping[str, Written], *, evaluated_anew: bool) -> "_Going | None":
+        """The event files that go as some hold steps that this attempt does again; None when there are none.
+
+        ``evaluated_anew``: of the step that it went on from it repeats the evaluation. What stays is not written anew:
+        all of a long run would take the interpreter away from the steps for minutes.
+        """
+        files = _found(self._store, EVENTS_PREFIX, _EVENTS, before=self._attempt)
+        first = self._resumed_at if evaluated_anew else self._resumed_at + 1
+        keys = [key for key, (_, step) in files.items() if step >= first]
+        if not keys:
+            return None
+        going = _Going.of(files, keys)
+        written = {*files.values()}
+        whole = all(each in written or going.leaves(*each) for each in records.values())
+        # Where an attempt's figures never came into a file those that stay may hold others of its steps.
+        return going if whole else _Going.of(files, [*files])
+
+    def _earlier_records(self) -> dict[str, Written]:
         """Files of records of earlier attempts; the newest attempt first, as its word counts."""
-        found = []
-        for entry in self._store.list(METRICS_PREFIX):
-            if (match := _RECORDS.fullmatch(entry.key)) and int(match[2]) < self._attempt:
-                found.append((-int(match[2]), int(match[1]), entry.key))
-        return [key for _, _, key in sorted(found)]
+        found = _found(self._store, METRICS_PREFIX, _RECORDS, before=self._attempt)
+        return dict(sorted(found.items(), key=lambda item: (-item[1].attempt, item[1].step)))
 
-    def _is_earlier(self, key: str) -> bool:
-        return (match := _EVENTS.fullmatch(key)) is not None and int(match[1]) < self._attempt
 
-    def _is_superseded(self, key: str) -> bool:
-        """Whether the event file ``key`` holds steps that this attempt does again."""
-        return (match := _EVENTS.fullmatch(key)) is not None and int(match[2]) > self._resumed_at
+@dataclass(frozen=True)
+class _Going:
+    """Event files of earlier attempts that are to be removed."""
+
+    keys: Sequence[str]
+    reach: Mapping[int, int]
+    """Of those that stay: the last step, by attempt."""
+
+    @classmethod
+    def of(cls, files: Mapping[str, Written], keys: Collection[str]) -> "_Going":
+        """``keys`` of all ``files``."""
+        gone, reach = frozenset(keys), dict[int, int]()
+        for key, (attempt, step) in files.items():
+            if key not in gone:
+                reach[attempt] = max(step, reach.get(attempt, 0))
+        return cls(sorted(gone), reach)
+
+    def leaves(self, attempt: int, step: int) -> bool:
+        """Whether what ``attempt`` recorded up to ``step`` is in files that stay, of its own or of a later attempt."""
+        return any(later >= attempt and up_to >= step for later, up_to in self.reach.items())
+
+
+def _found(store: Store, prefix: str, name: re.Pattern[str], *, before: int) -> dict[str, Written]:
+    """What has such a ``name`` and was written by an attempt ``before`` that one, by key."""
+    matches = (name.fullmatch(entry.key) for entry in store.list(prefix))
+    found = {match[0]: Written(int(match["attempt"]), int(match["step"])) for match in matches if match}
+    return {key: written for key, written in found.items() if written.attempt < before}
 
 
 def _is_told_alike(record: Record, losses: Mapping[int, float | None]) -> bool:
