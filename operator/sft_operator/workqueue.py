@@ -14,6 +14,9 @@ KeyType = TypeVar("KeyType", bound=Hashable)
 
 FIRST_BACKOFF_SECONDS = 0.5
 LAST_BACKOFF_SECONDS = 120.0
+_MOST_OUTDATED = 1000
+"""Entries of the heap that count no more, beyond as many as there are keys: waits may last an hour, and a key that is
+looked at each minute meanwhile leaves one each time."""
 
 
 class RetryLater(Exception):
@@ -69,8 +72,14 @@ class WorkQueue(Generic[KeyType]):
         if due < self._due.get(key, float("inf")):
             self._due[key] = due
             if key not in self._running:
-                heapq.heappush(self._heap, (due, next(self._sequence), key))
-                self._wakeup.set()
+                self._push(key, due)
+
+    def _push(self, key: KeyType, due: float) -> None:
+        heapq.heappush(self._heap, (due, next(self._sequence), key))
+        if len(self._heap) > 2 * len(self._due) + _MOST_OUTDATED:
+            self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+            heapq.heapify(self._heap)
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -129,11 +138,11 @@ class WorkQueue(Generic[KeyType]):
         finally:
             self._running.discard(key)
             self._released(key)
+        planned = self._due.get(key)  # while it ran, and so in no heap
         if delay is not None:
             self.add(key, delay)
-        if key in self._due:
-            heapq.heappush(self._heap, (self._due[key], next(self._sequence), key))
-            self._wakeup.set()
+        if planned is not None and self._due[key] == planned:
+            self._push(key, planned)
 
     def _released(self, key: KeyType) -> None:
         """A worker is free again: of each group that waits for one the first key may try."""

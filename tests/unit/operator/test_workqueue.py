@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -264,3 +265,29 @@ def test_one_group_alone_gets_most_workers_and_every_key_its_turn() -> None:
 
     in_no_time(scenario())
     assert (most, done) == (11, 200)
+
+
+def test_keys_that_are_looked_at_again_and_again_while_they_wait_for_long_take_no_more_memory() -> None:
+    """As jobs that have ended and go after a week: each is looked at once an hour, and after each listing."""
+    runs: Counter[str] = Counter()
+
+    async def work(key: str) -> float:
+        runs[key] += 1
+        return 3600.0 if key.startswith("ended") else 30.0
+
+    async def scenario() -> None:
+        queue = make(work)
+        task = asyncio.create_task(queue.run())
+        queue.add("trains")
+        queue.add("trains too", 10.0)
+        for _ in range(25):
+            for number in range(200):
+                queue.add(f"ended-{number}")
+            await asyncio.sleep(120)
+        assert len(queue._heap) <= 2 * 200 + 1010
+        # None is lost for that.
+        await asyncio.sleep(2 * 3600)
+        assert {runs[f"ended-{number}"] for number in range(200)} == {26}
+        task.cancel()
+
+    in_no_time(scenario())
