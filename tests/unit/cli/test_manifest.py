@@ -337,6 +337,18 @@ def test_a_rule_on_fields_far_apart_says_what_the_manifest_gives_them() -> None:
     assert problems(job("checkpoint: {keep: {best: 1}}"))[0].endswith("evaluation loss; given: checkpoint.keep.best 1")
 
 
+def test_a_block_that_lost_its_indentation_is_one_of_the_spec() -> None:
+    """``data`` looks like ``metadata``, which stands beside it where all blocks were put at the margin."""
+    text = MINIMAL.replace("  model:", "model:").replace("  data:", "data:").replace("  compute:", "compute:")
+
+    assert problems(text) == [
+        "spec: is required",
+        "unknown field model; did you mean spec.model?",
+        "unknown field data; did you mean spec.data?",
+        "unknown field compute; did you mean spec.compute?",
+    ]
+
+
 def test_long_values_are_cut() -> None:
     (problem,) = problems(job(f"model: {{uri: {'a' * 500}}}"))
 
