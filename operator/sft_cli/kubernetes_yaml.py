@@ -32,6 +32,19 @@ _LARGEST_WRITTEN_OUT = 1e21
 """Go's JSON writes whole floats below this without a point or exponent: they come back as integers."""
 
 
+_REMEDIES = {
+    "mapping values are not allowed": "the fields of one block begin in the same column, the colon behind a name has a "
+    "space behind it, and a value with such a colon stands between quotes",
+    "expected <block end>": "the fields of one block, and the dashes of one list, begin in the same column",
+    "found character '\\t'": "indent with spaces, as YAML takes no tabs",
+    "found character": "put the value between quotes",
+    "expected ',' or": "close the bracket that was opened before, or put a comma between two of its entries",
+    "found unexpected end of stream": "close the quote that was opened before",
+    "duplicate key 'apiVersion'": "put a line --- between two objects",
+}
+"""What to change, by how the words of the parser begin; the first that fits counts."""
+
+
 class YamlError(ValueError):
     """The text cannot be read; the message says where and why."""
 
@@ -64,9 +77,15 @@ def _documents(text: str) -> list[Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         kind = ForeignValueError if isinstance(error, _NotFiniteError) else YamlError
-        raise kind(f"line {mark.line + 1}: {error.problem}" if mark else str(error)) from error
+        said = f"{error.problem}{_remedy(str(error.problem))}"
+        raise kind(f"line {mark.line + 1}: {said}" if mark else str(error)) from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
+
+
+def _remedy(problem: str) -> str:
+    """What to change about what the parser said in words of its grammar, as the end of a sentence."""
+    return next((f"; {remedy}" for words, remedy in _REMEDIES.items() if problem.startswith(words)), "")
 
 
 def plain_scalar(text: str) -> bool | int | float | str | None:

@@ -220,7 +220,7 @@ def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
     outermost = parents == ["spec"]
     paths = (path for block in ("metadata", "spec") for path in field_paths(root["properties"][block], block))
     elsewhere = [path for path in paths if name and bare(path.rpartition(".")[2]) == name]
-    if (outermost or not parents) and elsewhere:  # a path that leaves out where the field stands, or lost its indentation
+    if (outermost or not parents) and elsewhere:  # it lacks where it stands, or its indentation
         return _did_you_mean(*sorted(elsewhere, key=lambda path: path.count("."))[:3])
     if close := closest(name, [*beside, *(["metadata"] if outermost else [])]):
         return _did_you_mean(close)
