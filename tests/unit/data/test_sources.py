@@ -354,6 +354,28 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         open_rows(path)
 
 
+@pytest.mark.parametrize(("uri", "named"), [("s3://b/rows/", "s3://b/rows"), ("s3://b/rows", "s3://b/rows")])
+def test_what_is_read_from_a_copy_of_a_bucket_is_named_by_the_bucket(tmp_path: Path, uri: str, named: str) -> None:
+    """In a pod the copy lies in a cache: by its name nobody can tell which of two ``train.jsonl`` is meant."""
+    (tmp_path / "b-1f" / "rows").mkdir(parents=True)
+    lines = tmp_path / "b-1f" / "rows" / "train.jsonl"
+    lines.write_text('{"text": "a"}\n{"text": "b"\n')
+
+    rows = open_path(lines.parent, DataSource(uri=uri))
+
+    assert [place for place, _ in rows.read(0, 1)] == [f"{named}/train.jsonl line 1"]
+    for read in (lambda: list(rows.read(1, 2)), lambda: rows.columns(["c"])):
+        with pytest.raises(DataError) as caught:
+            read()
+        assert str(caught.value).startswith(f"{named}/train.jsonl line 2 is not valid JSON")
+    lines.with_suffix(".parquet").write_text("none")
+    lines.unlink()
+    with pytest.raises(DataError) as caught:
+        open_path(lines.parent, DataSource(uri=uri))
+    assert f"{named}/train.parquet" in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
+
+
 @pytest.mark.parametrize("written", ["array", "lines", "jsonl"])
 def test_a_byte_order_mark_is_passed_over(tmp_path: Path, written: str) -> None:
     path = tmp_path / ("rows.jsonl" if written == "jsonl" else "rows.json")

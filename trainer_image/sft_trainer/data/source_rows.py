@@ -55,6 +55,8 @@ class SourceRows:
     """Readers, each with the rows ``start`` to ``stop`` of it that belong to the source."""
     warnings: tuple[str, ...] = ()
     """What the user may not expect, such as files beside the data that are left out."""
+    cached: str = ""
+    """Where what lies in a bucket was brought to, which messages do not name: nobody knows it, or can look there."""
 
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self.pieces)
@@ -64,7 +66,7 @@ class SourceRows:
         ends = accumulate(piece_stop - piece_start for _, piece_start, piece_stop in self.pieces)
         for (reader, piece_start, piece_stop), end in zip(self.pieces, ends, strict=True):
             shift = piece_start - (end - (piece_stop - piece_start))
-            yield from reader.read(max(start + shift, piece_start), min(stop + shift, piece_stop))
+            yield from self._told(reader.read(max(start + shift, piece_start), min(stop + shift, piece_stop)))
 
     def columns(self, until: Collection[str]) -> set[str]:
         """Names of the columns that rows have; no further row is read once all of ``until`` were met."""
@@ -73,11 +75,22 @@ class SourceRows:
             if reader.columns is not None:
                 found.update(reader.columns)
                 continue
-            for _, row in reader.read(start, stop):
+            for _, row in self._told(reader.read(start, stop)):
                 found.update(row)
                 if wanted <= found:
                     return found
         return found
+
+    def _told(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+        """``rows``, with places and errors that name the bucket where they were read from a copy of it."""
+        if not self.cached:
+            yield from rows
+            return
+        try:
+            for place, row in rows:
+                yield _as_in_bucket(place, self.cached, self.name), row
+        except DataError as error:
+            raise DataError(_as_in_bucket(str(error), self.cached, self.name)) from error
 
 
 def bytes_below(path: Path) -> int:
@@ -136,6 +149,7 @@ def _says_another_split(link: Path, names: Sequence[Path]) -> bool:
 
 def open_path(path: Path, source: "DataSource") -> SourceRows:
     """The rows of a file, of all data files in a folder, or of a ``save_to_disk`` folder."""
+    cached = str(path) if source.uri.startswith("s3://") else ""
     try:
         found = find_files(path)
         splits, slices = choose_files(found, source, single=path if path.is_file() else None)
@@ -143,8 +157,14 @@ def open_path(path: Path, source: "DataSource") -> SourceRows:
         hashed = hashlib.sha256(json.dumps([_content_digest(file) for file in needed]).encode())
         readers = {split: [open_file(file) for file in splits[split]] for split in {piece.split for piece in slices}}
     except DataError as error:
-        raise DataError(f"data source {source.uri}: {error}") from error
-    return replace(cut(source.uri, hashed.hexdigest(), readers, slices), warnings=found.warnings(source.uri))
+        told = _as_in_bucket(str(error), cached, source.uri) if cached else error
+        raise DataError(f"data source {source.uri}: {told}") from error
+    rows = cut(source.uri, hashed.hexdigest(), readers, slices)
+    return replace(rows, warnings=found.warnings(source.uri), cached=cached)
+
+
+def _as_in_bucket(message: str, cached: str, uri: str) -> str:
+    return message.replace(cached, uri.rstrip("/"))
 
 
 def choose_files(
