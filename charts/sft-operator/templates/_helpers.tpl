@@ -72,6 +72,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and $store.remove (not $store.verify) -}}
 {{- fail "store.remove is true and store.verify is false: the operator removes only what it has read and found to be its own; set store.verify to true as well, or store.remove to false" -}}
 {{- end -}}
+{{- if contains "PRIVATE KEY-----" ($settings.caBundle | default "") -}}
+{{- fail "caBundle holds a private key, which whoever reads ConfigMaps here, and every namespace with jobs, would be given: certificates alone" -}}
+{{- end -}}
 {{- $election := $settings.leaderElection -}}
 {{- if gt (mulf 2 $election.renewSeconds) (float64 $election.leaseSeconds) -}}
 {{- fail (printf "settings.leaderElection.renewSeconds is %v and leaseSeconds is %v: set renewSeconds to half of leaseSeconds at most" $election.renewSeconds $election.leaseSeconds) -}}

@@ -308,6 +308,19 @@ def test_authorities_reach_the_settings_as_their_file_has_them(tmp_path: Path) -
     assert settings_of(objects, tmp_path).ca_bundle == certificate.read_text()
 
 
+@pytest.mark.parametrize("value", ["caBundle", "settings.caBundle"])
+def test_a_private_key_beside_the_authorities_is_refused_before_anything_holds_it(tmp_path: Path, value: str) -> None:
+    """The operator refuses it as well, but only once its ConfigMap has it."""
+    certificate, key = self_signed(tmp_path)
+    both = tmp_path / "both.pem"
+    both.write_text(certificate.read_text() + key.read_text())
+
+    done = helm("template", "x", str(CHART), f"--set-file={value}={both}")
+
+    assert done.returncode != 0
+    assert "caBundle holds a private key" in done.stderr
+
+
 def test_what_pods_ask_for_is_the_same_in_the_chart_and_without_it(tmp_path: Path) -> None:
     assert settings_of(render_chart(), tmp_path).pods.resources == PodSettings().resources
 
