@@ -4,6 +4,7 @@ import os
 
 from sft_api.failures import FailureClass
 
+from .brought import as_named
 from .errors import DISK_DENIED, DISK_FULL, TrainingError
 
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout", "nccl error")
@@ -11,7 +12,7 @@ _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken 
 
 def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
     """Class and message of what ended a worker after ``step`` steps."""
-    text = " ".join(writable(str(error)).split())
+    text = as_named(" ".join(writable(str(error)).split()))
     if isinstance(error, TrainingError):
         return error.failure, text
     if type(error).__name__ == "OutOfMemoryError" or "out of memory" in text.lower():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sft_api.v1alpha1.places import STEP_EXPORTS
+from sft_trainer import brought
 from sft_trainer.checkpoint.store import (
     S3Settings,
     Store,
@@ -104,7 +105,9 @@ def _from_bucket(uri: str, cache_dir: Path, s3: S3Settings, kind: Kind, on_progr
     with _disk_errors(cache_dir), _alone(target, on_progress):
         if not _complete(target, objects):
             _download(store, objects, target, on_progress)
-    return target / name if name else target
+    path = target / name if name else target
+    brought.remember(path, uri)
+    return path
 
 
 def listing(uri: str, s3: S3Settings, kind: Kind) -> tuple[Store, str, list[StoredObject]]:

@@ -20,6 +20,7 @@ import pytest
 from sft_trainer import fetch
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.s3 import S3Store
+from sft_trainer.classify import classify
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -64,6 +65,17 @@ def test_a_model_from_a_bucket(s3_server: S3Server, model_uri: str, tmp_path: Pa
     assert files_below(path) == {name: data for name, data in MODEL.items() if not name.endswith(".bin")}
     tokenizer = localise(model_uri, tmp_path, s3_server.settings, kind="tokenizer")
     assert set(files_below(tokenizer)) == {"config.json", "sub/tokenizer.json", "original/params.json"}
+
+
+def test_what_is_wrong_in_a_copy_is_said_of_the_place_that_the_manifest_names(
+    s3_server: S3Server, model_uri: str, tmp_path: Path
+) -> None:
+    """``no usable tokenizer in /var/cache/…: put tokenizer.json there`` would send people into the cache of a pod."""
+    path = localise(f"{model_uri}/", tmp_path, s3_server.settings, kind="model")
+
+    _, message = classify(ModelError(f"{path / 'sub'} lacks a file; put it into {path}"), step=0)
+
+    assert message == f"{model_uri}/sub lacks a file; put it into {model_uri}"
 
 
 def test_what_is_there_is_not_downloaded_again(
