@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-
 from sft_api.checkpoints import digest_of
 from sft_api.plan import Plan
 from sft_api.v1alpha1.job import SFTJobSpec
@@ -30,7 +28,6 @@ class KeptBins:
     def __init__(self, spec: SFTJobSpec, plan: Plan, train: Sequence[TokenizedSource], cache: Path) -> None:
         decides = {
             "version": VERSION,
-            "numpy": np.__version__,  # it draws the order
             "window": PACKING_WINDOW,
             "data": [source.digest for source in train],
             "weights": [source.weight for source in spec.data.train],
