@@ -221,14 +221,19 @@ def complete_progress(
     """What is told of a run in ``uri`` that was complete before this start: what it ``reported`` last, or no more
     than its last checkpoint says."""
     if reported is None or reported.step != done.step:
-        kept = []
+        kept, metrics = [], dict[str, float | None]()
         if last is not None:
-            folder = f"{uri}/{last.id.prefix}".rstrip("/")
-            metric = finite(last.run.metrics.get(BEST_METRIC))
+            folder, metrics = f"{uri}/{last.id.prefix}".rstrip("/"), last.run.metrics
+            metric = finite(metrics.get(BEST_METRIC))
             kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric, last.run.evaluated_on)]
-        total = None if done.stopped_early else done.step
         reported = TrainingProgress(
-            attempt=done.attempt, step=done.step, total_steps=total, checkpoints=checkpoints_status(kept)
+            attempt=done.attempt,
+            step=done.step,
+            total_steps=None if done.stopped_early else done.step,
+            checkpoints=checkpoints_status(kept),
+            loss=finite(metrics.get("loss")),
+            eval_loss=finite(metrics.get(BEST_METRIC)),
+            eval_accuracy=finite(metrics.get("evalAccuracy")),
         )
     update = {"resumed_from_step": done.step, "export": export, "remaining_seconds": None}
     ended = {"phase": Phase.COMPLETE, "stopped_early": done.stopped_early[:STOPPED_EARLY_CHARACTERS]}

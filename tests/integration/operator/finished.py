@@ -48,7 +48,7 @@ def finished_run(name: str, numbers: Numbers, *, namespace: str = "team", uid: s
         job_uid=uid,
         world_size=1,
         created=BEGAN,
-        run=RunState(numbers=numbers.as_record(), metrics={"evalLoss": 1.5}),
+        run=RunState(numbers=numbers.as_record(), metrics={"loss": 0.5, "evalLoss": 1.5}),
         files=(StoredFile(name="r00000-0-1.bin", size=len(shard)),),
         index=StoredIndex(name="index.idx", size=len(index), sha256=hashlib.sha256(index).hexdigest(), tensors=1),
         kinds={"weight": len(shard)},

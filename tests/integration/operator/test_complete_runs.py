@@ -59,9 +59,10 @@ def without(*names: str) -> Callable[[Files], Files]:
     return lambda files: {key: content for key, content in files.items() if not key.startswith(names)}
 
 
-def test_a_complete_run_is_told_as_it_told_itself_last(s3: Any, read: Ask) -> None:
-    uri = f"{URI}/team/whole"
-    put_files(s3, uri, finished_run("tiny", NUMBERS))
+@pytest.mark.parametrize("harm", [without("nothing"), without(STATUS_KEY)], ids=["", "by its last checkpoint"])
+def test_a_complete_run_is_told_as_it_told_itself_last(s3: Any, read: Ask, harm: Callable[[Files], Files]) -> None:
+    uri = f"{URI}/team/whole-{len(harm(finished_run('tiny', NUMBERS)))}"
+    put_files(s3, uri, harm(finished_run("tiny", NUMBERS)))
 
     found = read(uri)
 
