@@ -35,6 +35,13 @@ _LARGEST_WRITTEN_OUT = 1e21
 _REMEDIES = {
     "mapping values are not allowed": "the fields of one block begin in the same column, the colon behind a name has a "
     "space behind it, and a value with such a colon stands between quotes",
+    "expected <block end>, but found '<scalar>'": "a value ends with its closing quote (within '...' each ' is written "
+    "twice), and a text behind | with the first line that is indented less",
+    **dict.fromkeys(
+        ("expected <block end>, but found ']'", "expected <block end>, but found '}'"),
+        "take away this bracket, which closes none",
+    ),
+    "expected <block end>, but found ','": "take the comma away, or put the whole value between quotes",
     "expected <block end>": "the fields of one block, and the dashes of one list, begin in the same column",
     "found character '\\t'": "indent with spaces, as YAML takes no tabs",
     "found character": "put the value between quotes",
