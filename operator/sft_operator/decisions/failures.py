@@ -30,6 +30,8 @@ ADVICE = {
     FailureClass.STORAGE_UNAVAILABLE: "check the object store and the network to it",
 }
 """What to change, for messages that do not say so themselves."""
+_RETRY = "sft retry"
+"""Who says when to run it has said what to change."""
 
 HOST_MEMORY = (
     "host memory ran out and the kernel killed the container: raise spec.compute.resources.limits.memory, lower "
@@ -76,7 +78,8 @@ def with_advice(failure: FailureClass, message: str) -> str:
     advice = ADVICE.get(failure)
     if not message:
         message = failure.value
-    return message if advice is None or advice in message else f"{message}; {advice}"
+    said = advice is None or advice in message or _RETRY in message
+    return message if said else f"{message}; {advice}"
 
 
 def pod_key(pod: Pod) -> str:

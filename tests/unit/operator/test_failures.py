@@ -9,7 +9,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_operator.cluster.json_text import read_event, written
-from sft_operator.decisions.failures import cause, loss
+from sft_operator.decisions.failures import ADVICE, cause, loss, with_advice
 from sft_operator.picture.observed import Pod, Terminated
 from tests.unit.operator.make import disruption, make_pod, pod_manifest, words
 
@@ -192,3 +192,11 @@ def test_last_words_of_a_newer_trainer_are_read_as_far_as_they_are_known() -> No
     assert ended.report is not None
     assert ended.report.step == 7
     assert cause(ended) == (FailureClass.UNKNOWN, "what to change")
+
+
+def test_advice_is_not_added_to_words_that_say_when_to_run_sft_retry() -> None:
+    """Of an image that is older than the configuration no new spec is asked for: two answers would be one too many."""
+    older = "with fields that this image does not know (a): let it have an image as new and sft retry, or delete it"
+
+    assert with_advice(FailureClass.CONFIG_ERROR, older) == older
+    assert with_advice(FailureClass.CONFIG_ERROR, "a is wrong").endswith(f"; {ADVICE[FailureClass.CONFIG_ERROR]}")
