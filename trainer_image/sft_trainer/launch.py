@@ -102,7 +102,8 @@ def _config(path: Path) -> TrainerConfig:
             raise ValueError(
                 f"a newer operator made the configuration of this run, with fields that this image does not know "
                 f"({', '.join(unknown[:_SHOWN_FIELDS])}): let it have an image as new (pods.image, or in a new SFTJob "
-                "compute.image) and sft retry, or delete the SFTJob and apply it again: it goes on in its place"
+                "compute.image) and sft retry, or delete the SFTJob (with deletionPolicy: Delete its checkpoints go "
+                "too) and apply it again: it goes on in its place"
             ) from problem
         raise ValueError(f"the configuration {path} is not valid: {problem}") from problem
 

@@ -46,6 +46,7 @@ def test_an_image_older_than_the_configuration_says_so(monkeypatch: pytest.Monke
     end = json.loads((tmp_path / "end.json").read_text())
     assert (code, end["failure"]) == (10, "ConfigError")
     assert "this image does not know (spec.data.train.0.anotherField, plan.laterField): let it" in end["message"]
+    assert "with deletionPolicy: Delete its checkpoints go too" in end["message"]
     assert "pydantic" not in end["message"]
 
 
