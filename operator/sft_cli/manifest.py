@@ -32,8 +32,8 @@ _GENERATED = "xxxxx"
 """In the place of the five letters that the API server puts behind a ``metadata.generateName``."""
 
 _NOT_MADE_UP = (
-    ": of metadata.generateName the API server makes another one for each object, and this is about one run; give it, "
-    "as by --set metadata.name=NAME"
+    ": of metadata.generateName the API server makes another one for each object, and this is about one run; give it "
+    "there (to sft run and sft export also as --set metadata.name=NAME)"
 )
 
 
@@ -80,7 +80,9 @@ def load_overridden(
     if not meant:
         raise ManifestError([f"{shown(source)} holds no SFTJob {name}, found {names}"])
     if len(meant) > 1:
-        raise ManifestError([f"{shown(source)} holds {len(meant)} SFTJobs ({names}): choose one with --job"])
+        alike = len({_name_of(documents[number][1]) for number in meant}) == 1
+        how = "give each a metadata.name, and choose" if alike else "choose"
+        raise ManifestError([f"{shown(source)} holds {len(meant)} SFTJobs ({names}): {how} one with --job"])
     job, (_, document) = jobs[meant[0]], documents[meant[0]]
     with suppress(ValidationError):
         return job, SFTJob.from_manifest(document) if overrides else None

@@ -315,10 +315,15 @@ def test_a_manifest_for_kubectl_create_is_valid_and_is_no_run_of_this_machine() 
     assert [job.metadata.name for job in load_manifests(f"{text}---\n{text}")] == ["job-xxxxx", "job-xxxxx"]
     assert load_manifests(text.replace("job-}", "job-, name: this}"))[0].metadata.name == "this"
     assert load_overridden(text, None, [], generated_names=True)[0].metadata.name == "job-xxxxx"
+    with pytest.raises(ManifestError, match=r"give each a metadata\.name, and choose one with --job$"):
+        load_overridden(f"{text}---\n{text}", "job-xxxxx", [], generated_names=True)
     # The letters count
     assert problems(text.replace("job-", "j" * 46))[0].endswith(f'metadata.name "{"j" * 46}xxxxx"')
 
     with pytest.raises(ManifestError, match=r"^metadata\.name: is required: of metadata\.generateName the API server"):
+        load_manifest(text)
+    # sft checkpoints takes no --set
+    with pytest.raises(ManifestError, match=r"give it there \(to sft run and sft export also as --set"):
         load_manifest(text)
     named = [read_override("metadata.name=mine")]
     assert load_overridden(text, None, named)[0].metadata.name == "mine"
