@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -282,6 +283,11 @@ def error(value: torch.Tensor, wanted: torch.Tensor, most: torch.Tensor | None =
     return float((value - wanted).abs().max()) / largest
 
 
+def worst(errors: Iterable[float]) -> float:
+    """The largest, or 0; infinity where one is no number, which ``max`` passes over and which is above no limit."""
+    return max((math.inf if math.isnan(each) else each for each in errors), default=0.0)
+
+
 def against_huggingface(models: Path, case: Case, bins: Sequence[BinTensors] = ()) -> dict[str, float]:
     """Relative errors of loss, logits, gradients and their norm, and of an evaluation; a collective call.
 
@@ -331,15 +337,15 @@ def against_huggingface(models: Path, case: Case, bins: Sequence[BinTensors] = (
         "loss": abs(loss - wanted.loss) / wanted.loss,
         "eval_loss": abs(evaluated - wanted.loss) / wanted.loss,
         "norm": abs(norm - wanted_norm) / wanted_norm,
-        "logits": max((error(a, b) for a, b in zip(seen, mine, strict=False)), default=0.0),
-        "gradient": max(
+        "logits": worst(error(a, b) for a, b in zip(seen, mine, strict=False)),
+        "gradient": worst(
             error(box.read(), (whole := wanted.gradients[box.name])[_index(box)], whole, least * wanted_norm)
             for box in parts
         ),
     }
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, here)
-    return {key: max(each[key] for each in every) for key in here}
+    return {key: worst(each[key] for each in every) for key in here}
 
 
 def _are_here(bin_: BinTensors, topology: Topology, multiple: int) -> torch.Tensor:
@@ -374,7 +380,7 @@ def beside_fsdp(models: Path, cases: Sequence[Case], steps: int) -> dict[str, fl
     kinds = {case.model for case in cases}
     wanted = {model: curve(models, Case(model, fsdp=True), steps) for model in sorted(kinds)}
     return {
-        case.name: max(abs(a - b) / b for a, b in zip(curve(models, case, steps), wanted[case.model], strict=True))
+        case.name: worst(abs(a - b) / b for a, b in zip(curve(models, case, steps), wanted[case.model], strict=True))
         for case in cases
     }
 

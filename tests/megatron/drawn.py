@@ -189,10 +189,10 @@ def errors(models: Path, case: Drawn, seed: int) -> dict[str, float]:
     checkpoints.load(strategy, topology)
     found["resharded"] = float(cases.different(before, cases.everything(strategy)))
     figures.append(cases.step(strategy, topology, case.bins[-1], case.most))
-    found["steps"] = max(abs(a - b) / b for a, b in zip(sum(figures, ()), sum(wanted, ()), strict=True))
+    found["steps"] = cases.worst(abs(a - b) / b for a, b in zip(sum(figures, ()), sum(wanted, ()), strict=True))
     after = {name: whole for (name, kind), whole in cases.everything(strategy).items() if kind == WEIGHT}
     assert after.keys() == weights.keys()
-    return found | {"steps_weights": max(cases.error(whole, weights[name]) for name, whole in after.items())}
+    return found | {"steps_weights": cases.worst(cases.error(whole, weights[name]) for name, whole in after.items())}
 
 
 def of_seeds(models: Path, seeds: Sequence[int]) -> dict[str, dict[str, float]]:
