@@ -138,3 +138,28 @@ def test_who_reads_nothing_keeps_no_connection_for_ever(monkeypatch: pytest.Monk
             writer.close()
 
     asyncio.run(run())
+
+
+def test_who_reads_late_has_it_all_and_nothing_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is gone cannot be aborted: asyncio wrote a traceback into the log."""
+    later = list[Callable[[], None]]()
+
+    async def much(request: Request) -> Response:
+        monkeypatch.setattr(http, "READ_SECONDS", 0.05)
+        return Response(200, bytes(2**24))
+
+    async def run() -> None:
+        async with await serve("127.0.0.1", 0, much) as server, asyncio.timeout(PATIENCE_SECONDS):
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            loop = asyncio.get_running_loop()
+            monkeypatch.setattr(loop, "call_later", lambda _, call, *of: later.append(lambda: call(*of)))
+            writer.write(b"GET /a HTTP/1.1\r\n\r\n")
+            while not later:
+                await asyncio.sleep(0)
+            writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert len(await reader.read()) > 2**24
+            later[0]()
+            writer.close()
+
+    asyncio.run(run())

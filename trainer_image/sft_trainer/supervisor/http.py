@@ -73,9 +73,15 @@ async def serve(bind: str | None, port: int, handler: Handler) -> asyncio.Server
             writer.close()
             if writer.transport.get_write_buffer_size():
                 # Closed only once that is read, it would stay for as long as the other side reads nothing.
-                asyncio.get_running_loop().call_later(READ_SECONDS, writer.transport.abort)
+                asyncio.get_running_loop().call_later(READ_SECONDS, _abort_unread, writer.transport)
 
     return await asyncio.start_server(connection, bind, port, limit=MAX_HEAD_BYTES, backlog=1024)
+
+
+def _abort_unread(transport: asyncio.WriteTransport) -> None:
+    """Drop a connection that was closed and not read to its end; one that is gone by itself cannot be aborted."""
+    if transport.get_write_buffer_size():
+        transport.abort()
 
 
 async def _serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handler: Handler) -> bool:
