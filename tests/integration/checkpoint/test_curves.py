@@ -218,7 +218,33 @@ def test_a_long_run_that_goes_on_writes_no_more_anew_than_what_it_takes_back(tmp
     assert curves(store.read("curve.svg")) == {"training": 100}
 
 
-def test_figures_that_never_came_into_a_file_of_tensorboard_are_made_up_for(tmp_path: Path) -> None:
+def test_steps_that_were_taken_back_before_let_files_stay(tmp_path: Path) -> None:
+    # Given steps of a first attempt that the second one has taken back, and not made again when it was lost
+    store = LocalStore(tmp_path / "store")
+    for attempt, resumed_at, first, last in ((1, 0, 1, 5), (1, 0, 6, 10), (2, 5, 6, 8), (2, 5, 9, 9)):
+        if first == resumed_at + 1:
+            curve = CurveWriter(store, "tiny", attempt=attempt, resumed_at=resumed_at)
+        save(store, curve, attempt, [record(step, 9.0 - attempt) for step in range(first, last + 1)])
+        if last in (10, 9):
+            curve.finish(PATIENCE_SECONDS)
+    before = {entry.key[-8:] for entry in store.list("tensorboard/")}
+
+    # When a third one goes on
+    third = CurveWriter(store, "tiny", attempt=3, resumed_at=8)
+    save(store, third, 3, [record(step, 4.0) for step in range(9, 11)])
+    third.finish(PATIENCE_SECONDS)
+
+    # Then only the file with what it takes back goes
+    assert before == {"00000005", "00000008", "00000009"}
+    assert {entry.key[-20:] for entry in store.list("tensorboard/")} == {
+        f"a0000{attempt}-step-{step:08d}" for attempt, step in ((1, 5), (2, 8), (3, 10))
+    }
+    expected = [(step, 8.0 if step <= 5 else 7.0 if step <= 8 else 4.0) for step in range(1, 11)]
+    assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
+
+
+@pytest.mark.parametrize("at", [6, 8], ids=["from there again", "from later"])
+def test_figures_that_never_came_into_a_file_of_tensorboard_are_made_up_for(tmp_path: Path, at: int) -> None:
     # Given a second attempt whose records were written, and its events not: the first one's of those steps stayed
     store = LocalStore(tmp_path / "store")
     first = CurveWriter(store, "tiny", attempt=1, resumed_at=0)
@@ -228,15 +254,16 @@ def test_figures_that_never_came_into_a_file_of_tensorboard_are_made_up_for(tmp_
     store.put(metrics_key(6, 2), lines([record(step, 5.0) for step in range(4, 7)]))
     third = CurveWriter(store, "tiny", attempt=3, resumed_at=6)
     save(store, third, 3, [record(step, 4.0) for step in range(7, 9)])
+    save(store, third, 3, [record(step, 4.0) for step in range(9, 11)])
     third.finish(PATIENCE_SECONDS)
 
-    # When one goes on from where the second was
-    last = CurveWriter(store, "tiny", attempt=4, resumed_at=6)
-    save(store, last, 4, [record(step, 3.0) for step in range(7, 9)])
+    # When one goes on from where the second was, or from later
+    last = CurveWriter(store, "tiny", attempt=4, resumed_at=at)
+    save(store, last, 4, [record(step, 3.0) for step in range(at + 1, 11)])
     last.finish(PATIENCE_SECONDS)
 
     # Then each step is there once, as it was done by the attempt that counts
-    expected = [(step, 9.0 if step <= 3 else 5.0 if step <= 6 else 3.0) for step in range(1, 9)]
+    expected = [(step, 9.0 if step <= 3 else 5.0 if step <= 6 else 4.0 if step <= at else 3.0) for step in range(1, 11)]
     assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
 
 

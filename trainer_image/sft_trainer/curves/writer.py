@@ -122,39 +122,36 @@ class CurveWriter:
         ``own`` are this one's first records. An evaluation of the step that it went on from which gave another loss, as
         on other data, takes the place of theirs.
         """
-        history, records, kept = History(), self._earlier_records(), list[Scalar]()
+        records = self._earlier_records()
         losses = {record["step"]: record["evalLoss"] for record in own if "evalLoss" in record}
-        going = self._superseded(records, evaluated_anew=self._resumed_at in losses)
-        for key, (attempt, step) in records.items():
+        files = _found(self._store, EVENTS_PREFIX, _EVENTS, before=self._attempt)
+        # What stays is not written anew: all of a long run would take the interpreter away from the steps for minutes.
+        first = self._resumed_at if self._resumed_at in losses else self._resumed_at + 1
+        going = _Going.of(files, [key for key, (_, step) in files.items() if step >= first])
+        history, told = self._told(records, losses, going)
+        if not told.keys() <= {*files.values()}:
+            # Where an attempt's figures never came into a file those that stay may hold others of its steps.
+            going = _Going.of(files, [*files])
+            history, told = self._told(records, losses, going)
+        if told:
+            self._together = [scalar for scalars in told.values() for scalar in scalars]
+            content = event_file(self._together, purge_step=None)
+            self._store.put(events_key(self._resumed_at, self._attempt), content)
+        self._store.delete(going.keys)
+        return history
+
+    def _told(
+        self, records: Mapping[str, Written], losses: Mapping[int, float | None], going: "_Going"
+    ) -> tuple[History, dict[Written, list[Scalar]]]:
+        """What counts of ``records``, and the figures that each file of them adds which are in no file that stays."""
+        history, added = History(), dict[Written, list[Scalar]]()
+        for key, by in records.items():
             told = read_records(self._store.read(key))
             told = [record if _is_told_alike(record, losses) else _without_evaluation(record) for record in told]
             known = history.add(told, up_to=self._resumed_at)
-            if going and not going.leaves(attempt, step):
-                kept += known
-        if going:
-            together = events_key(self._resumed_at, self._attempt)
-            if kept:
-                self._store.put(together, event_file(kept, purge_step=None))
-                self._together = kept
-            self._store.delete(going.keys)
-        return history
-
-    def _superseded(self, records: Mapping[str, Written], *, evaluated_anew: bool) -> "_Going | None":
-        """The event files that go as some hold steps that this attempt does again; None when there are none.
-
-        ``evaluated_anew``: of the step that it went on from it repeats the evaluation. What stays is not written anew:
-        all of a long run would take the interpreter away from the steps for minutes.
-        """
-        files = _found(self._store, EVENTS_PREFIX, _EVENTS, before=self._attempt)
-        first = self._resumed_at if evaluated_anew else self._resumed_at + 1
-        keys = [key for key, (_, step) in files.items() if step >= first]
-        if not keys:
-            return None
-        going = _Going.of(files, keys)
-        written = {*files.values()}
-        whole = all(each in written or going.leaves(*each) for each in records.values())
-        # Where an attempt's figures never came into a file those that stay may hold others of its steps.
-        return going if whole else _Going.of(files, [*files])
+            if known and not going.leaves(*by):
+                added[by] = known
+        return history, added
 
     def _earlier_records(self) -> dict[str, Written]:
         """Files of records of earlier attempts; the newest attempt first, as its word counts."""
