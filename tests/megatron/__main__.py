@@ -25,6 +25,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.errors import worst
 from tests.integration.checkpoint import ranks
 from tests.megatron.alone import ALONE, resharded_through_one
 from tests.megatron.cases import OF_FOUR, OF_THREE, OF_TWO, TRAINED, compared, trained
@@ -54,7 +55,7 @@ def main() -> int:
                 0
             ].items():
                 print(f"{name}-on{processes} " + " ".join(f"{key}={value:.1e}" for key, value in figures.items()))
-                errors |= {f"{name}-on{processes}": max(figures.values())}
+                errors |= {f"{name}-on{processes}": worst(figures.values())}
         of_chance: dict[str, float] = {}
         for processes in (2, 4):
             (work / f"drawn-{processes}").mkdir()
@@ -62,7 +63,7 @@ def main() -> int:
                 processes, work, of_seeds, work / f"drawn-{processes}", DRAWN, seconds=_SECONDS
             )[0].items():
                 print(f"drawn: {name} " + " ".join(f"{key}={value:.1e}" for key, value in figures.items()))
-                of_chance |= {name: max(figures.values())}
+                of_chance |= {name: worst(figures.values())}
         in_bf16 = _in_bf16(work)
         found = ranks.run(2, work, trained, work / "models", work, seconds=_SECONDS)[0]
         found["reshard_mismatch"] += sum(resharded_through_one(work, shapes, _SECONDS) for shapes in ALONE)
@@ -70,14 +71,14 @@ def main() -> int:
     print(" ".join(f"steps_{name}={value:.1e}" for name, value in steps.items()))
     rounded_steps = {case.name for case in TRAINED if case.precision == "bf16"}
     limits = {
-        "max_rel_error": (max(errors.values()), LIMIT),
-        "drawn_rel_error": (max(of_chance.values()), LIMIT),
-        "steps_rel_error": (max(value for name, value in steps.items() if name not in rounded_steps), STEPS_LIMIT),
-        "bf16_rel_error": (max(steps[name] for name in rounded_steps), BF16_LIMIT),
-        "bf16_gradient": (max(each["gradient"] for each in in_bf16.values()), GRADIENT_LIMIT),
-        "bf16_curve": (max(each["curve"] for each in in_bf16.values()), CURVE_LIMIT),
-        "bf16_first": (max(each["first"] for each in in_bf16.values()), FIRST_LIMIT),
-        "bf16_stages": (max(in_bf16[name]["first"] for name in in_bf16 if name in EXACT), LIMIT),
+        "max_rel_error": (worst(errors.values()), LIMIT),
+        "drawn_rel_error": (worst(of_chance.values()), LIMIT),
+        "steps_rel_error": (worst(value for name, value in steps.items() if name not in rounded_steps), STEPS_LIMIT),
+        "bf16_rel_error": (worst(steps[name] for name in rounded_steps), BF16_LIMIT),
+        "bf16_gradient": (worst(each["gradient"] for each in in_bf16.values()), GRADIENT_LIMIT),
+        "bf16_curve": (worst(each["curve"] for each in in_bf16.values()), CURVE_LIMIT),
+        "bf16_first": (worst(each["first"] for each in in_bf16.values()), FIRST_LIMIT),
+        "bf16_stages": (worst(in_bf16[name]["first"] for name in in_bf16 if name in EXACT), LIMIT),
     }
     print(" ".join(f"{key}={value:.1e}" for key, (value, _) in limits.items()))
     print(f"cases={len(errors)} " + " ".join(f"{key}={count}" for key, count in found.items()))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +30,7 @@ from sft_trainer.strategies.megatron.layout import Sizes, stage_boxes
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import EVERYTHING
 from tests.bins import random_bin
+from tests.errors import worst
 from tests.megatron import shim
 from tests.megatron.models import VOCABULARY
 from tests.parity.runs import manifest, resolve
@@ -281,11 +281,6 @@ def error(value: torch.Tensor, wanted: torch.Tensor, most: torch.Tensor | None =
         return 0.0
     largest = max(float((wanted if most is None else most).abs().max()), least)
     return float((value - wanted).abs().max()) / largest
-
-
-def worst(errors: Iterable[float]) -> float:
-    """The largest, or 0; infinity where one is no number, which ``max`` passes over and which is above no limit."""
-    return max((math.inf if math.isnan(each) else each for each in errors), default=0.0)
 
 
 def against_huggingface(models: Path, case: Case, bins: Sequence[BinTensors] = ()) -> dict[str, float]:

@@ -22,6 +22,7 @@ from sft_trainer.data.batches import MicroBatch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError
 from sft_trainer.strategies.megatron.layout import FAMILIES, Sizes, check
+from tests.errors import worst
 from tests.megatron import cases, shim
 from tests.megatron.cases import Case
 from tests.megatron.models import save_model
@@ -189,10 +190,10 @@ def errors(models: Path, case: Drawn, seed: int) -> dict[str, float]:
     checkpoints.load(strategy, topology)
     found["resharded"] = float(cases.different(before, cases.everything(strategy)))
     figures.append(cases.step(strategy, topology, case.bins[-1], case.most))
-    found["steps"] = cases.worst(abs(a - b) / b for a, b in zip(sum(figures, ()), sum(wanted, ()), strict=True))
+    found["steps"] = worst(abs(a - b) / b for a, b in zip(sum(figures, ()), sum(wanted, ()), strict=True))
     after = {name: whole for (name, kind), whole in cases.everything(strategy).items() if kind == WEIGHT}
     assert after.keys() == weights.keys()
-    return found | {"steps_weights": cases.worst(cases.error(whole, weights[name]) for name, whole in after.items())}
+    return found | {"steps_weights": worst(cases.error(whole, weights[name]) for name, whole in after.items())}
 
 
 def of_seeds(models: Path, seeds: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from tests.errors import worst
 from tests.megatron import shim
 from tests.megatron.cases import Case, built, everything, step
 
@@ -64,7 +65,7 @@ def rounded(models: Path, cases: Sequence[Case], steps: int) -> dict[str, dict[s
         found[case.name] = {
             "gradient": _distance(spread, plain) / _distance(plain, exact),
             "curve": _apart(spread, exact) / _apart(plain, exact),
-            "first": max(*_differences(spread, plain)[:2], _distance(spread, plain)),
+            "first": worst([*_differences(spread, plain)[:2], _distance(spread, plain)]),
         }
     return found
 

@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import math
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from sft_trainer.preparation import prepare
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from tests.adapters_of_peft import plain_name
+from tests.errors import worst
 from tests.worker_processes import descendants, is_worker
 
 from .reference import peft_model, reference_loss, reference_model, reference_steps
@@ -30,12 +29,6 @@ from .runs import capture, manifest, resolve, step_records
 Gradients = list[dict[str, torch.Tensor]]
 
 _STANDING = Path(__file__).parents[1] / "standing"
-
-
-def worst(errors: Iterable[float]) -> float:
-    """The largest; NaN where there is one: it is larger than any, and ``max`` may overlook it."""
-    found = list(errors)
-    return next((error for error in found if math.isnan(error)), max(found))
 
 
 def relative_error(actual: Gradients, expected: Gradients) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import worst
 from tests.parity import checks
 from tests.parity.__main__ import LIMIT
 from tests.parity.mixtures import KINDS, make_mixture
@@ -70,4 +71,4 @@ def test_what_is_drawn_equals_a_plain_loop(seed: int, tiny_inputs: Any, tmp_path
         **chosen,
     )
 
-    assert checks.worst(figures.values()) <= LIMIT, (kind, processes, packing, chosen, figures)
+    assert worst(figures.values()) <= LIMIT, (kind, processes, packing, chosen, figures)

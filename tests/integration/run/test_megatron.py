@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.collectives import Call, noted_calls
 from tests.integration.checkpoint import ranks
 from tests.megatron import drawn, groups, shim
 from tests.megatron.__main__ import CURVE_LIMIT, FIRST_LIMIT, GRADIENT_LIMIT, LIMIT, STEPS_LIMIT
-from tests.megatron.cases import FIRST, Case, beside_fsdp, built, compared, resharded, resumed, skipped, step, worst
+from tests.megatron.cases import FIRST, Case, beside_fsdp, built, compared, resharded, resumed, skipped, step
 from tests.megatron.models import save_models
 from tests.megatron.rounding import EXACT, rounded
 
@@ -57,12 +56,6 @@ def test_what_is_drawn_is_right(tmp_path: Path) -> None:
     for figures in ranks.run(2, tmp_path, drawn.of_seeds, tmp_path, DRAWN, seconds=SECONDS):
         assert len(figures) == len(DRAWN)
         assert {name: each for name, each in figures.items() if max(each.values()) > LIMIT} == {}
-
-
-def test_what_is_no_number_is_no_small_error() -> None:
-    """As of a weight that nobody writes: ``max`` may pass over it, and it is above no limit."""
-    assert worst([1e-7, math.nan]) == worst([math.nan, 1e-7]) == math.inf
-    assert worst([1e-7, 0.0]) == 1e-7
 
 
 def test_groups_of_processes_are_those_of_the_topology() -> None:

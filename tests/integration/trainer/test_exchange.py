@@ -46,7 +46,7 @@ def _compared() -> list[float]:
         expected = attended(drawn[:3], drawn[3], window)
         found = attended([tensor[:, here] for tensor in drawn[:3]], drawn[3][:, here], window, shared_tokens=shared)
         errors = [(a - b[:, here]).abs().max() / b.abs().max() for a, b in zip(found, expected, strict=True)]
-        worst.append(float(max(errors)))
+        worst.append(float(torch.stack(errors).max()))
     return worst
 
 
