@@ -32,6 +32,7 @@ from sft_trainer.topology import ALONE
 from sft_trainer.trainable import EVERYTHING
 from tests.bench.bench_inputs import CONVERSATIONS, SIZES, WORDS, example_lengths, make_bench_inputs
 from tests.bins import random_bin
+from tests.errors import worst
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
@@ -82,7 +83,7 @@ def turn(both: Mapping[str, FsdpStrategy], steps: Iterator[list[tuple[int, ...]]
             for took, loss in [step(both[name], documents) for documents in some]:
                 seconds[name] += took
                 losses.append(loss)
-        if max(abs(one / other - 1) for one, other in zip(losses[:STEPS], losses[STEPS:], strict=True)) > LOSS_LIMIT:
+        if worst(abs(one / other - 1) for one, other in zip(losses[:STEPS], losses[STEPS:], strict=True)) > LOSS_LIMIT:
             raise AssertionError(f"losses of the same steps, {order[0]} and then {order[1]}: {losses}")
     return seconds["plain"] / seconds["compiled"]
 

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from sft_trainer.data.packing import first_fit_decreasing
+from tests.errors import worst
 from tests.parity.runs import manifest, resolve, worker_environment
 
 from .bench_inputs import CONVERSATIONS, SIZES, example_lengths, make_bench_inputs
@@ -224,7 +225,7 @@ def check_alike(size: str, expected: Run, runs: dict[str, Run]) -> None:
         if run.tokens != expected.tokens:
             raise AssertionError(f"{size}, {name}: steps of {run.tokens}, not {expected.tokens} tokens")
         losses = list(zip(run.losses, expected.losses, strict=True))[: 1 if name in ADAPTERS else None]
-        if max(abs(one / other - 1) for one, other in losses) > 2e-3:
+        if worst(abs(one / other - 1) for one, other in losses) > 2e-3:
             raise AssertionError(f"{size}, {name}: losses {run.losses}, not {expected.losses}")
 
 
