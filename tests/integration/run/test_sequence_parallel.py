@@ -166,7 +166,8 @@ def _compared(case: Case, path: Path) -> dict[str, float]:
         sums = [one.forward_sums(_share(one)) for one in (shared, alone)]
         for each in sums:
             dist.all_reduce(each)
-        errors[f"evaluation {step}"] = float((sums[0] / sums[1] - 1).abs().max())
+        # Of the tokens that are the most likely there may be none.
+        errors[f"evaluation {step}"] = float(((sums[0] - sums[1]).abs() / sums[1].clamp_min(1)).max())
     errors["weights"] = _far(weights(shared), weights(alone))
     errors["compiled after the start"] = float(_compilations() - compiled)
     errors["bins at once"] = abs(shared._at_once - case.at_once)
