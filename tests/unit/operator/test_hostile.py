@@ -25,7 +25,7 @@ from tests.unit.operator import hostile
 from tests.unit.operator.make import NOW, Object, child_manifest, job_manifest, pod_manifest, stamp
 from tests.unit.operator.test_reconciler import KEY, SETTINGS, Api, World
 
-SEEDS = 1500
+SEEDS = 1200
 
 
 def _merged(value: Any, patch: Any) -> Any:
