@@ -221,18 +221,18 @@ def complete_progress(
     """What is told of a run in ``uri`` that was complete before this start: what it ``reported`` last, or no more
     than its last checkpoint says."""
     if reported is None or reported.step != done.step:
-        kept, metrics = [], dict[str, float | None]()
+        kept, metrics = [], last.run.metrics if last else {}
+        eval_loss = finite(metrics.get(BEST_METRIC))
         if last is not None:
-            folder, metrics = f"{uri}/{last.id.prefix}".rstrip("/"), last.run.metrics
-            metric = finite(metrics.get(BEST_METRIC))
-            kept = [checkpoint_status(last.id, folder, last.created, last.bytes, metric, last.run.evaluated_on)]
+            folder = f"{uri}/{last.id.prefix}".rstrip("/")
+            kept = [checkpoint_status(last.id, folder, last.created, last.bytes, eval_loss, last.run.evaluated_on)]
         reported = TrainingProgress(
             attempt=done.attempt,
             step=done.step,
             total_steps=None if done.stopped_early else done.step,
             checkpoints=checkpoints_status(kept),
             loss=finite(metrics.get("loss")),
-            eval_loss=finite(metrics.get(BEST_METRIC)),
+            eval_loss=eval_loss,
             eval_accuracy=finite(metrics.get("evalAccuracy")),
         )
     update = {"resumed_from_step": done.step, "export": export, "remaining_seconds": None}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sft_api.checkpoints import digest_of
 from sft_trainer.data import batches, kept_bins
 from sft_trainer.data.batches import StepSchedule
 from sft_trainer.data.kept_bins import KeptBins
@@ -85,3 +86,15 @@ def test_a_cache_that_cannot_be_written_stops_nobody(machine: Machine) -> None:
     (machine.cache / "bins").write_text("a file")
     machine.start()
     assert machine.packed == 10
+
+
+def test_another_number_than_was_kept_ends_the_run(machine: Machine) -> None:
+    """As of a version that packs otherwise: nothing is trained of which the steps are not known."""
+    machine.start()
+    (kept,) = (machine.cache / "bins").iterdir()
+    bins = json.loads(kept.read_text())["bins"]
+    document = {"bins": [bins[0] + 1, *bins[1:]]}
+    kept.write_text(json.dumps({**document, "sha256": digest_of(document)}))
+
+    with pytest.raises(RuntimeError, match=r"window 0 makes .* not as many as the cache says: delete the pods, or"):
+        machine.start().step(0)

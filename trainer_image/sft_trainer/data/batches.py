@@ -203,7 +203,8 @@ class PackedBatches:
             self._ends.append(self._ends[-1] + len(bins))
         elif self._ends[window] + len(bins) != self._ends[window + 1]:
             raise RuntimeError(
-                f"window {window} makes {len(bins)} bins, not as many as the cache says: remove its folder bins"
+                f"window {window} makes {len(bins)} bins, not as many as the cache says: delete the pods, or on this "
+                "machine the folder bins in SFT_CACHE_DIR (~/.cache/sft), and start again"
             )
         # A step rarely spans more than two windows.
         for old in [key for key in self._cached if key < window - 1]:
