@@ -287,9 +287,8 @@ def most_held(world: Any, without_values: None, monkeypatch: pytest.MonkeyPatch)
                 add_adapters(huggingface, config.spec.lora, config.spec.training.trainable_modules or ())
             model = CausalLM(huggingface, logits=logits)
             strategy = FsdpStrategy(config, model, trainable_of(config), topology, torch.device("cpu"))
-            for _ in range(2):
-                strategy.forward_backward([bin_], tokens)
-                strategy.apply(1e-5, 0.0, torch.ones(()), torch.ones((), dtype=torch.bool))
+            strategy.forward_backward([bin_], tokens)
+            strategy.apply(1e-5, 0.0, torch.ones(()), torch.ones((), dtype=torch.bool))
             # Gradients are there from the first micro-batch of a step on, and moments after it.
             strategy.forward_backward([bin_, bin_], tokens)
         return live.most
@@ -338,7 +337,7 @@ def test_the_estimate_is_within_ten_percent_of_what_steps_hold(case: str, most_h
 
 
 def test_layers_that_stay_gathered_leave_what_a_bin_is_seen_to_take_as_it_is(most_held: Any) -> None:
-    known = {**known_configs()["meta-llama/Llama-3.1-8B"], "num_hidden_layers": 8}
+    known = {**known_configs()["meta-llama/Llama-3.1-8B"], "num_hidden_layers": 4}
     shape = shape_of(known)
     assert shape is not None
 

@@ -47,19 +47,21 @@ class LiveBytes:
         self.most = self.now()
         return self.most
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Count ``tensor`` too, which no operator has made here."""
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Count ``tensor`` too, which no operator has made here; whether its memory was not counted yet."""
         if tensor.device.type == "meta":
-            return
+            return False
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key not in self._alive:
-            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
+        if key in self._alive:
+            return False
+        self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
+        return True
 
     def _after(self, made: list[torch.Tensor]) -> None:
-        for tensor in made:
-            self.add(tensor)
-        self.most = max(self.most, self.now())
+        # What grows is computed with, which makes more: so only where memory is new there may be more than ever.
+        if any([self.add(tensor) for tensor in made]):
+            self.most = max(self.most, self.now())
 
 
 def _attention(
