@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from sft_api.checkpoints import Manifest
@@ -15,12 +16,13 @@ _TOTALS = (
 )
 """Fields of a ``RunState`` by the same names."""
 _SHOWN = (
-    *("step", "loss", "first_loss", "eval_loss", "eval_accuracy", "first_eval_loss", "tokens_seen"),
-    *("trained_tokens_seen", "stopped_early"),
+    *("step", "loss", "first_loss", "eval_loss", "eval_losses", "eval_accuracy", "eval_accuracies"),
+    *("first_eval_loss", "tokens_seen", "trained_tokens_seen", "stopped_early"),
 )
 """Fields of a ``TrainingProgress`` by the same names."""
 _OF_LAST_STEP = ("epoch", "learning_rate", "grad_norm", "aux_loss")
 """Those that each step tells itself."""
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,12 @@ class Figures:
     """Of the first step."""
     eval_loss: float | None = None
     """Of the last evaluation."""
+    eval_losses: Mapping[str, float | None] = field(default_factory=dict)
+    """The same of each set, by its name."""
     eval_accuracy: float | None = None
     """Of the last evaluation: share of the trained tokens that were found the most likely ones."""
+    eval_accuracies: Mapping[str, float | None] = field(default_factory=dict)
+    """The same of each set, by its name."""
     first_eval_loss: float | None = None
     """Of the one before the first step, if there was one."""
     evaluated_at: int = -1
@@ -65,14 +71,15 @@ class Figures:
         """Those of a run that goes on from there."""
         extra, metrics = manifest.run.model_extra or {}, manifest.run.metrics
         totals = {name: extra[name] for name in _TOTALS if name in extra}
-        evaluated, told = metrics.get("evalLoss") is not None, extra.get("last_step") or {}
-        last = metrics if evaluated else extra.get("last_evaluation") or {}
+        told, last = extra.get("last_step") or {}, dict[str, Any](extra.get("last_evaluation") or metrics)
         return cls(
             step=manifest.step,
             loss=metrics.get("loss"),
             eval_loss=last.get("evalLoss"),
             eval_accuracy=last.get("evalAccuracy"),
-            begins_evaluated=evaluated,
+            eval_losses=last.get("evalLosses") or {},
+            eval_accuracies=last.get("evalAccuracies") or {},
+            begins_evaluated=metrics.get("evalLoss") is not None,
             last_step={name: told[name] for name in _OF_LAST_STEP if name in told},
             **totals,
         )
@@ -85,7 +92,8 @@ class Figures:
         if self.evaluated_at == self.step:
             metrics |= last
         totals = {name: getattr(self, name) for name in _TOTALS}
-        told = {"last_evaluation": last, "last_step": dict(self.last_step)}
+        each = {"evalLosses": dict(self.eval_losses), "evalAccuracies": dict(self.eval_accuracies)}
+        told = {"last_evaluation": {**last, **each}, "last_step": dict(self.last_step)}
         return {"cursor": self.step, "metrics": metrics, **told, **totals}
 
     def progress(self) -> dict[str, Any]:
@@ -107,12 +115,28 @@ class Figures:
             evaluation_left=False,
         )
 
-    def evaluated(self, loss: float, accuracy: float | None = None, *, min_delta: float = 0.0) -> "Figures":
-        """With an evaluation after ``step``; one that is lower by no more than ``min_delta`` is not better."""
+    def evaluated(
+        self,
+        loss: float,
+        accuracy: float | None = None,
+        losses: Mapping[str, float] = _NONE,
+        accuracies: Mapping[str, float] = _NONE,
+        *,
+        min_delta: float = 0.0,
+    ) -> "Figures":
+        """With an evaluation after ``step``, and the ``losses`` and ``accuracies`` of each set by its name; one that is
+        lower by no more than ``min_delta`` is not better."""
         shown = finite(loss)
-        first = shown if self.step == 0 else self.first_eval_loss
-        told = replace(self, eval_loss=shown, eval_accuracy=accuracy, first_eval_loss=first, evaluated_at=self.step)
-        told = replace(told, evaluation_left=False)
+        told = replace(
+            self,
+            eval_loss=shown,
+            eval_losses={name: finite(each) for name, each in losses.items()},
+            eval_accuracy=accuracy,
+            eval_accuracies={name: finite(each) for name, each in accuracies.items()},
+            first_eval_loss=shown if self.step == 0 else self.first_eval_loss,
+            evaluated_at=self.step,
+            evaluation_left=False,
+        )
         if self.judged_at == self.step:
             return told
         better = shown is not None and (self.best_eval_loss is None or shown < self.best_eval_loss - min_delta)
@@ -126,7 +150,8 @@ class Figures:
     def evaluated_on_other_data(self) -> "Figures":
         """Those of a run that goes on with other evaluation data: no loss of before can be compared with one of now."""
         unjudged = replace(self, best_eval_loss=None, worse_evaluations=0, judged_at=-1)
-        return replace(unjudged, eval_loss=None, eval_accuracy=None, first_eval_loss=None, begins_evaluated=False)
+        untold = replace(unjudged, eval_loss=None, eval_losses={}, eval_accuracy=None, eval_accuracies={})
+        return replace(untold, first_eval_loss=None, begins_evaluated=False)
 
     def as_another_run(self) -> "Figures":
         """Those of a run that goes on from another one's checkpoint: how its own go, and how long, it tells itself."""

@@ -291,9 +291,7 @@ class Reporting(Listener):
             self._reporter.phase(Phase.EVALUATING)
 
     def on_evaluate(self, event: Evaluated, control: Control) -> None:
-        losses = {name: finite(each) for name, each in event.losses.items()}
-        accuracies = {name: finite(each) for name, each in event.accuracies.items()}
-        self._reporter.update(**event.figures.progress(), eval_losses=losses, eval_accuracies=accuracies)
+        self._reporter.update(**event.figures.progress())
         self._reporter.say(
             "evaluation after step %s: loss %.4f, token accuracy %.4f", event.step, event.loss, event.accuracy
         )

@@ -526,7 +526,9 @@ class Trainer:
             self._stop()
         early = self.spec.training.evaluation.early_stopping
         min_delta = early.min_delta if early else 0.0
-        self.figures = self.figures.evaluated(result.loss, result.accuracy, min_delta=min_delta)
+        self.figures = self.figures.evaluated(
+            result.loss, result.accuracy, result.losses, result.accuracies, min_delta=min_delta
+        )
         losses = {"evalLoss": result.loss, "evalLosses": result.losses}
         accuracies = {"evalAccuracy": result.accuracy, "evalAccuracies": result.accuracies}
         self.events.emit(Logged(self.step, {**losses, **accuracies}))

@@ -1,5 +1,6 @@
 """What a run has come to, and what its checkpoints keep of it."""
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -54,10 +55,14 @@ def test_an_evaluation_that_a_restart_repeats_counts_once() -> None:
 
 
 def test_the_last_evaluation_is_told_also_after_a_restart_at_a_later_step() -> None:
-    evaluated = evaluations(1.0, 1.5)
+    evaluated = replace(evaluations(1.0), step=2).evaluated(1.5, 0.5, {"a": 1.25, "b": math.nan}, {"a": 0.75})
     at_once, later = restarted(evaluated), restarted(restarted(replace(evaluated, step=3)))
     assert (at_once.progress()["eval_loss"], at_once.begins_evaluated) == (1.5, True)
     assert (later.progress()["eval_loss"], later.begins_evaluated) == (1.5, False)
+    for figures in (at_once, later):
+        told = figures.progress()
+        assert (told["eval_accuracy"], told["eval_accuracies"]) == (0.5, {"a": 0.75})
+        assert told["eval_losses"] == {"a": 1.25, "b": None}
     assert later.record()["metrics"]["evalLoss"] is None, "a checkpoint is judged by its own step alone"
 
 
@@ -67,9 +72,9 @@ def test_what_the_last_step_told_is_known_after_a_restart() -> None:
 
 
 def test_evaluations_of_other_data_are_judged_by_none_of_before() -> None:
-    before = restarted(evaluations(0.6, 0.5, 0.7))
+    before = restarted(replace(evaluations(0.6, 0.5), step=3).evaluated(0.7, None, {"a": 0.7}))
     figures = before.evaluated_on_other_data()
-    assert (figures.step, figures.eval_loss, figures.first_eval_loss) == (3, None, None)
+    assert (figures.step, figures.eval_loss, figures.eval_losses, figures.first_eval_loss) == (3, None, {}, None)
     # Also one after the very step that was evaluated before.
     for step, loss in ((3, 1.9), (4, 1.7), (5, 1.5)):
         figures = replace(figures, step=step).evaluated(loss)

@@ -32,6 +32,7 @@ class LiveBytes:
 
     def __init__(self) -> None:
         self.most = 0
+        self._seen = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -47,20 +48,22 @@ class LiveBytes:
         self.most = self.now()
         return self.most
 
-    def add(self, tensor: torch.Tensor) -> bool:
-        """Count ``tensor`` too, which no operator has made here; whether its memory was not counted yet."""
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count ``tensor`` too, which no operator has made here."""
         if tensor.device.type == "meta":
-            return False
+            return
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._alive:
-            return False
-        self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
-        return True
+        if key not in self._alive:
+            self._alive[key] = weakref.ref(storage, lambda _: self._alive.pop(key, None))
+            self._seen += 1
 
     def _after(self, made: list[torch.Tensor]) -> None:
+        before = self._seen
+        for tensor in made:
+            self.add(tensor)
         # What grows is computed with, which makes more: so only where memory is new there may be more than ever.
-        if any([self.add(tensor) for tensor in made]):
+        if self._seen > before:
             self.most = max(self.most, self.now())
 
 
