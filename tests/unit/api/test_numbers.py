@@ -137,6 +137,18 @@ def test_a_new_field_with_a_default_changes_no_digest(name: str) -> None:
     assert Numbers.of(later).digest == DIGESTS[name]
 
 
+def test_the_page_of_sft_names_what_counts() -> None:
+    """It said that anything else may change, with adapters, frozen weights and another config of the model among it."""
+    page = (Path(__file__).parents[3] / "docs/reference/cli.md").read_text()
+    counts = page.partition("**The same run.**")[2].partition("Anything else may change")[0]
+    in_words = ("data.", "training.", "model.uri", "model.tokenizerUri", "model.chatTemplate", "checkpoint.resume.from")
+    named = ("lora", "model.configOverrides", "strategy.fsdp.reduceDtype", "strategy.megatron", "moe_router_dtype")
+
+    assert [path for path in sorted(NUMBERS) if not path.startswith((*in_words, *named))] == []
+    for name in ("training.trainableModules", *named):
+        assert f"`{name}`" in counts or name == "strategy.megatron"
+
+
 def test_a_field_that_is_not_on_a_list_is_noticed() -> None:
     missing = set(fields(extended(label_smoothing=0.1))) - NUMBERS - NOT_NUMBERS
     assert missing == {"training.labelSmoothing", "training.optimizer.labelSmoothing"}
