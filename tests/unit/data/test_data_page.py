@@ -14,6 +14,7 @@ from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data.packed import CODECS
 from sft_trainer.data.preview import Preview, preview_source
 from sft_trainer.data.source_rows import open_path
+from sft_trainer.data.splits import worded_split
 from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.errors import DataError
 from tests.fixtures_inputs import make_inputs
@@ -73,6 +74,26 @@ def test_what_the_page_says_is_refused_is(row: str, words: str, tokenizer: Any, 
         preview(row, tokenizer, tmp_path)
 
     assert re.search(".*".join(re.escape(part.strip()) for part in words.split("…")), str(refused.value))
+
+
+def test_the_page_names_all_who_speak_in_share_gpt(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        preview('{"conversations": [{"from": "nobody", "value": "a"}]}', tokenizer, tmp_path)
+
+    known = str(refused.value).partition("known are ")[2].split(", ")
+    assert "bard" in known
+    told = PAGE.partition("**shareGPT** has turns")[2].partition("Tools and the column")[0]
+    assert [name for name in known if f"`{name}`" not in told] == []
+
+
+def test_the_page_names_the_words_of_splits() -> None:
+    words = re.findall(r"`(\w+)`", PAGE.partition("The words are ")[2].partition(". They name")[0])
+
+    assert {word: worded_split(f"{word}.jsonl") for word in words} == {
+        **dict.fromkeys(("train", "training"), "train"),
+        **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+        **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+    }
 
 
 def test_the_page_names_the_files_that_are_read(tmp_path: Path) -> None:
