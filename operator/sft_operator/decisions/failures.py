@@ -16,9 +16,12 @@ ADVICE = {
     FailureClass.ACCESS_DENIED: "check the Secrets that spec.model.tokenSecretRef and spec.checkpoint.s3 name",
     FailureClass.STORAGE_NOT_FOUND: "create the bucket or claim that spec.checkpoint.uri names",
     FailureClass.STORAGE_FULL: "free room in the checkpoint store, or lower spec.checkpoint.keep",
-    FailureClass.STORAGE_DEADLINE_EXCEEDED: "mend the checkpoint store, then submit the SFTJob again",
+    FailureClass.STORAGE_DEADLINE_EXCEEDED: "mend the checkpoint store, then run sft retry",
     FailureClass.NON_FINITE_LOSS: "lower spec.training.optimizer.learningRate, or look at the data of that step",
-    FailureClass.CALLBACK_ERROR: "mend the class of spec.training.callbacks in the image, then submit the SFTJob again",
+    # Applied again as it is, an SFTJob that has failed is unchanged, and stays as it ended.
+    FailureClass.CALLBACK_ERROR: "mend the class of spec.training.callbacks in the image and run sft retry; where the "
+    "image has another name, delete the SFTJob (with deletionPolicy: Delete its checkpoints go too) and apply it with "
+    "that one",
     FailureClass.RESTARTS_EXHAUSTED: "see the last failure; spec.runPolicy.maxRestarts sets the limit",
     FailureClass.OUT_OF_MEMORY: "lower the micro-batch, set spec.training.activationCheckpointing: full, or give the "
     "pods more memory",

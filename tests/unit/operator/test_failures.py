@@ -200,3 +200,10 @@ def test_advice_is_not_added_to_words_that_say_when_to_run_sft_retry() -> None:
 
     assert with_advice(FailureClass.CONFIG_ERROR, older) == older
     assert with_advice(FailureClass.CONFIG_ERROR, "a is wrong").endswith(f"; {ADVICE[FailureClass.CONFIG_ERROR]}")
+
+
+@pytest.mark.parametrize("failure", [FailureClass.STORAGE_DEADLINE_EXCEEDED, FailureClass.CALLBACK_ERROR])
+def test_what_is_mended_outside_of_the_object_begins_again_with_sft_retry(failure: FailureClass) -> None:
+    """Applied as it is, what has failed is unchanged, and stays as it ended: to submit it again was told before."""
+    assert "run sft retry" in ADVICE[failure]
+    assert "submit" not in ADVICE[failure]
