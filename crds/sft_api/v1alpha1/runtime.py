@@ -210,7 +210,10 @@ class EnvVar(ApiModel):
 class ComputeSpec(ApiModel):
     """The pods and processes that train."""
 
-    nodes: Annotated[int, Field(ge=1, le=4096)] = Field(default=1, description="Pods, one a node.")
+    nodes: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1,
+        description="Pods of the job. The scheduler places them: on a node that has room for several, several may run.",
+    )
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = Field(
         default=1, description="GPUs of each pod; 0 trains on the CPU."
     )

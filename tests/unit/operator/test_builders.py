@@ -345,6 +345,11 @@ def test_scheduling_fields_pass_through_and_absent_ones_are_left_out() -> None:
     assert not {"nodeSelector", "priorityClassName", "serviceAccountName"} & pod_spec().keys()
 
 
+def test_nothing_keeps_two_pods_of_a_job_off_one_node_and_the_field_says_so() -> None:
+    assert not {"affinity", "topologySpreadConstraints"} & pod_spec(compute=compute()).keys()
+    assert "several may run" in str(ComputeSpec.model_fields["nodes"].description)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
