@@ -121,8 +121,9 @@ class DataSpec(ApiModel):
     )
     sampler: Literal["random", "sequential"] = Field(
         default="random",
-        description="random: shuffled anew every epoch from the seed; sequential: as stored, but that packing puts "
-        "neighbours, of up to 4096 examples, together where they fill micro-batches best.",
+        description="random: shuffled anew every epoch from the seed; sequential: as stored, but that steps "
+        "which are counted in tokens have neighbours, of up to 4096 examples, together where they fill micro-batches "
+        "best.",
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="Processes that tokenise.")
     keep_tokenized: bool = Field(

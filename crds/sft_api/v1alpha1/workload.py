@@ -85,7 +85,8 @@ class OptimizerSpec(ApiModel):
     )
     eps: Annotated[float, Field(gt=0, le=1)] = Field(default=1e-8, description="Added to the denominator.")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
-        default=0.01, description="Decoupled weight decay, of matrices only: norms and biases are exempt."
+        default=0.01,
+        description="Decoupled weight decay, of matrices only, embeddings among them: norms and biases are exempt.",
     )
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="Gradients are clipped to this global norm; 0 turns clipping off."
@@ -103,22 +104,26 @@ class ScheduleSpec(ApiModel):
 
     type: Literal["constant", "constantWithWarmup", "linear", "cosine", "warmupStableDecay"] = Field(
         default="cosine",
-        description="Shape after the warm-up; warmupStableDecay stays at the peak, and decays linearly at the end.",
+        description="Shape after the warm-up; warmupStableDecay stays at the peak, and decays linearly at the end. The "
+        "first step of a decay has the peak still, and the lowest rate would be that of the step after the last.",
     )
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
-        description="Share of the steps used to warm up; 0.03 when neither ratio nor steps are given.",
+        description="Share of the steps used to warm up, rounded to the nearest number of them; 0.03 when neither "
+        "ratio nor steps are given.",
     )
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = Field(
-        default=None, description="Steps used to warm up."
+        default=None,
+        description="Steps used to warm up, all where the run has fewer: the rate rises by the same in each, from 0 "
+        "before the first to the peak in the last.",
     )
     min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="Lowest rate of a decay, as a share of the peak."
     )
     decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Of warmupStableDecay: share of the steps in which the rate decays, as far as the warm-up leaves "
-        "them; 0.1 when neither ratio nor steps are given.",
+        description="Of warmupStableDecay: share of the steps in which the rate decays, rounded to the nearest number "
+        "of them, as far as the warm-up leaves them; 0.1 when neither ratio nor steps are given.",
     )
     decay_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None, description="Of warmupStableDecay: steps in which the rate decays."

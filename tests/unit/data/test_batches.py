@@ -93,6 +93,22 @@ def test_shuffled_steps_are_those_of_earlier_versions() -> None:
     assert hashlib.sha256(repr(order).encode()).hexdigest()[:16] == "f945531d21c7e7b8"
 
 
+def test_steps_counted_in_examples_hold_them_as_stored_and_go_on_over_the_end_of_a_pass() -> None:
+    """Whatever packing puts into one bin: which examples share a step is what docs/data.md says."""
+    lengths = LENGTHS[:10]
+    steps = ExampleBatches(
+        [FakeExamples(lengths)],
+        ExampleStream([10], weights=None, seed=9, shuffle=False),
+        global_batch_size=4,
+        epochs=3,
+        micro_batch_size=None,
+        bin_tokens=64,
+    )
+    assert steps.total_steps == 8
+    held = [sorted(rows(steps.step(index))) for index in range(8)]
+    assert held == [sorted(row % 10 for row in range(at, min(at + 4, 30))) for at in range(0, 30, 4)]
+
+
 def test_an_endless_schedule_goes_on_past_the_epoch() -> None:
     schedule = packed(epochs=None)
     assert schedule.total_steps is None

@@ -72,8 +72,14 @@ def test_default_warm_up_is_three_percent() -> None:
     assert rates(100)[1] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize(("steps", "warm"), [(10, 0), (16, 0), (17, 1), (49, 1), (51, 2)])
+def test_a_share_of_the_steps_is_rounded_to_the_nearest_number(steps: int, warm: int) -> None:
+    given = rates(steps, type="cosine")
+    assert given == pytest.approx(rates(steps, type="cosine", warmupSteps=warm))
+
+
 def test_a_run_shorter_than_its_warm_up_never_exceeds_the_peak() -> None:
-    assert max(rates(3, type="cosine", warmupSteps=50)) == 1.0
+    assert rates(4, type="cosine", warmupSteps=50) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
 def test_norms_and_biases_do_not_decay() -> None:

@@ -149,7 +149,7 @@ class PackedBatches:
         self._bins_per_step = bins_per_step
         self._seed = seed
         self._shuffle = shuffle
-        # A window never holds an example twice.
+        # A pass of fewer examples is packed by itself; a window of a longer one may reach into the next pass.
         self._window = min(PACKING_WINDOW, stream.epoch_size)
         self._limit = None if epochs is None else epochs * stream.epoch_size
         self._ends = [0]
