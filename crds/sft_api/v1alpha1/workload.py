@@ -234,12 +234,14 @@ class TrainingSpec(ApiModel):
         default=None, description="Passes over the data; 1 when neither steps nor epochs are given."
     )
     global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
-        default=None, description="Examples per optimizer step, over all processes."
+        default=None,
+        description="Examples per optimizer step, over all processes; without packing 32 when absent, rounded up to "
+        "whole micro-batches on every process.",
     )
     global_batch_tokens: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None,
         description="Tokens per optimizer step, over all processes, with packing; rounded down to whole "
-        "micro-batches on every process.",
+        "micro-batches on every process. When globalBatchSize is absent too 65,536, rounded up to those.",
     )
     micro_batch_size: Annotated[int, Field(ge=1, le=65536)] = Field(
         default=1, description="Examples of one micro-batch of one process, without packing."

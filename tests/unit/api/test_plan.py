@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from sft_api.batch import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS
 from sft_api.plan import decay_steps, make_plan, progress_deadline_seconds, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
+from sft_api.v1alpha1.workload import TrainingSpec
 
 
 def spec(**parts: Any) -> SFTJobSpec:
@@ -192,6 +194,13 @@ def test_decay_of_a_thousand_steps(schedule: dict[str, Any], steps: int) -> None
 )
 def test_progress_deadline(configured: int | None, median: float | None, deadline: float) -> None:
     assert progress_deadline_seconds(configured, median) == deadline
+
+
+def test_the_reference_says_which_batch_a_manifest_without_one_has() -> None:
+    """It decides losses more than any other number that a manifest may leave out."""
+    fields = TrainingSpec.model_fields
+    assert f"{DEFAULT_GLOBAL_BATCH_TOKENS:,}" in str(fields["global_batch_tokens"].description)
+    assert f"without packing {DEFAULT_GLOBAL_BATCH_SIZE}" in str(fields["global_batch_size"].description)
 
 
 def test_processes_that_are_no_whole_number_of_shares_are_refused() -> None:
