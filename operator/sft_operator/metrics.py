@@ -76,6 +76,11 @@ class OperatorMetrics:
             "sft_operator_watch_missed", "Objects a listing found that no watch had told of.", registry=self.registry
         )
         self.leader = Gauge("sft_operator_leader", "1 while this replica works.", registry=self.registry)
+        # From zero on: of a counter that is not there before its first one, ``increase`` and ``rate`` see none in that.
+        for result in ("done", "retry", "error"):
+            self.reconciles.labels(result)
+        for result in ("read", "failed"):
+            self.reports.labels(result)
         depth = Gauge("sft_operator_queue_depth", "SFTJobs that wait for a worker.", registry=self.registry)
         depth.set_function(queue_depth)
         self.registry.register(JobCollector(manifests))

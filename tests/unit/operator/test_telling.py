@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,14 @@ def test_metrics_of_a_job_come_and_go_with_it() -> None:
     assert "sft_operator_queue_depth 3.0" in text
     jobs.clear()
     assert "tulu" not in generate_latest(metrics.registry).decode()
+
+
+def test_what_an_alert_looks_for_is_counted_from_zero_on() -> None:
+    """Prometheus's ``increase`` leaves out the first value of a series: an error that brings its own would be none."""
+    text = generate_latest(OperatorMetrics(lambda: (), lambda: 0).registry).decode()
+
+    assert re.findall(r'sft_operator_reconciles_total\{result="(\w+)"\} 0.0', text) == ["done", "retry", "error"]
+    assert re.findall(r'sft_operator_progress_reads_total\{result="(\w+)"\} 0.0', text) == ["read", "failed"]
 
 
 def test_errors_of_the_spec_name_the_field() -> None:

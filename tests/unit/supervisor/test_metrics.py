@@ -51,6 +51,14 @@ def test_every_figure_that_is_known() -> None:
     assert "eval_loss" not in text
 
 
+def test_ends_of_the_group_are_counted_from_zero_on() -> None:
+    """Prometheus's ``increase`` leaves out the first value of a series: a failure that brings its own would be none."""
+    text = render(Progress(), Counter(), NOW).decode()
+    counts = re.findall(r'sft_trainer_restarts_total\{failure="(\w+)"\} (\S+)', text)
+
+    assert counts == [(failure.value, "0.0") for failure in FailureClass]
+
+
 def test_steps_at_risk_before_the_first_checkpoint_are_those_of_this_run() -> None:
     for resumed_from, expected in ((None, 47), (40, 7)):
         told = Progress(training=TrainingProgress(attempt=1, step=47, resumed_from_step=resumed_from))

@@ -136,8 +136,9 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
     for each in Phase:
         phase.add_metric([each.value], float(each is training.phase))
     restarted = CounterMetricFamily("sft_trainer_restarts", "Ends of the group, by failure", labels=["failure"])
-    for failure, count in restarts.items():
-        restarted.add_metric([failure.value], count)
+    # All from zero on: of a counter that is not there before its first one, ``increase`` and ``rate`` see none in that.
+    for failure in FailureClass:
+        restarted.add_metric([failure.value], restarts[failure])
     spent = CounterMetricFamily(
         "sft_trainer_spent_seconds", "Seconds of the group by what it did, since this pod began", labels=["activity"]
     )
