@@ -5,6 +5,8 @@ import re
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from sft_api.failures import FailureClass
 from sft_api.generate import ROOT
 from sft_api.progress import Phase, Progress, TrainingProgress
@@ -49,6 +51,25 @@ def test_every_figure_that_is_known() -> None:
     ):
         assert line in lines
     assert "eval_loss" not in text
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_how_fast_a_run_is_stands_there_only_while_it_trains(phase: Phase) -> None:
+    """A group whose pods are missing, or whose store is away, waits for hours, and its last report stays."""
+    last = TrainingProgress(
+        phase=phase,
+        step=47,
+        loss=1.25,
+        tokens_per_second=400.0,
+        tokens_per_second_per_gpu=100.0,
+        model_flops_utilization=0.4,
+    )
+    text = render(Progress(training=last), Counter(), NOW).decode()
+
+    told = re.findall(r"^sft_trainer_(tokens_per_second\w*|model_flops_utilization) ", text, re.MULTILINE)
+    works = phase in (Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING)
+    assert told == (["tokens_per_second", "tokens_per_second_per_gpu", "model_flops_utilization"] if works else [])
+    assert "sft_trainer_loss 1.25" in text
 
 
 def test_ends_of_the_group_are_counted_from_zero_on() -> None:

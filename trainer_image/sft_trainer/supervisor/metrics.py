@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from sft_api.failures import FailureClass
 from sft_api.goodput import SPENT
-from sft_api.progress import Phase, Progress, TrainingProgress
+from sft_api.progress import BEFORE_TRAINING, Phase, Progress, TrainingProgress
 from sft_api.v1alpha1 import SpentSeconds
 
 from .gpus import SLOWED_BY
@@ -102,6 +102,9 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
     training = progress.training
     latest = training.checkpoints.latest
     age = (now - datetime.fromisoformat(latest.time)).total_seconds() if latest else None
+    # As in ``status.progress``: of a group that waits, or starts again, the last report would tell how fast it was.
+    trains = training.phase not in (*BEFORE_TRAINING, Phase.COMPLETE, Phase.FAILED)
+    speed = training if trains else TrainingProgress()
     gauges: list[tuple[str, str, float | None]] = [
         ("step", "Optimizer steps done", training.step),
         ("total_steps", "Optimizer steps of the whole run", training.total_steps),
@@ -113,9 +116,9 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         ("learning_rate", "Learning rate of the last step", training.learning_rate),
         ("grad_norm", "Global gradient norm before clipping", training.grad_norm),
         ("step_seconds", "Duration of the last step", training.step_seconds),
-        ("tokens_per_second", "Tokens a second over all processes", training.tokens_per_second),
-        ("tokens_per_second_per_gpu", "Tokens a second of one process", training.tokens_per_second_per_gpu),
-        ("model_flops_utilization", "Share of the peak FLOP/s used", training.model_flops_utilization),
+        ("tokens_per_second", "Tokens a second over all processes", speed.tokens_per_second),
+        ("tokens_per_second_per_gpu", "Tokens a second of one process", speed.tokens_per_second_per_gpu),
+        ("model_flops_utilization", "Share of the peak FLOP/s used", speed.model_flops_utilization),
         ("tokens_seen", "Tokens trained on, context included", training.tokens_seen),
         ("skipped_steps", "Steps without an update because of non-finite values", training.skipped_steps),
         ("skipped_checkpoints", "Checkpoints that this attempt found damaged or cut off", training.skipped_checkpoints),
