@@ -30,8 +30,10 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     told: list[News] = []
     old, new = before.restarts or RestartsStatus(), after.restarts or RestartsStatus()
     if new.failures > old.failures:
-        # Not what happened last: that may be a pod that was lost in the same moment.
-        told.append(News("Warning", "Restarting", new.last_failure))
+        # Nothing restarts after the failure that ends the run: what was the last is in the words of Failed.
+        if after.state != "Failed":
+            # Not what happened last: that may be a pod that was lost in the same moment.
+            told.append(News("Warning", "Restarting", new.last_failure))
     elif new.disruptions > old.disruptions:
         told.append(News("Normal", "Disrupted", f"{new.last_reason}: {new.last_message}"))
     told += _of_nodes(before, after)

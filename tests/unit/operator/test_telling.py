@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from pydantic import ValidationError
 
 from sft_api.deletion import DELETES
+from sft_api.failures import FailureClass
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
@@ -19,7 +20,18 @@ from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
 from sft_operator.decisions.status import compute_status
 from sft_operator.metrics import OperatorMetrics
-from tests.unit.operator.make import NOW, job_manifest, make_child, make_job, make_pod, report, running, stamp, training
+from tests.unit.operator.make import (
+    NOW,
+    incident,
+    job_manifest,
+    make_child,
+    make_job,
+    make_pod,
+    report,
+    running,
+    stamp,
+    training,
+)
 from tests.unit.operator.statuses import TRAINED
 
 
@@ -151,6 +163,17 @@ def test_restarts_and_disruptions_are_news() -> None:
         ("Warning", "Restarting", "Hang: m")
     ]
     assert [(item.type, item.reason) for item in news(before, evicted)] == [("Normal", "Disrupted")]
+
+
+def test_the_failure_that_ends_a_run_is_no_restart() -> None:
+    hang = report(training(5), incident(1, FailureClass.HANG, step=5, seconds=-5))
+
+    def told(most: int) -> list[str]:
+        job = make_job(runPolicy={"maxRestarts": most})
+        return [item.reason for item in news(TRAINED, compute_status(job, TRAINED, running(report=hang), NOW))]
+
+    assert told(1) == ["Restarting"]
+    assert told(0) == ["Failed"]
 
 
 def test_a_job_that_begins_with_what_an_earlier_start_saved_says_so_once() -> None:
