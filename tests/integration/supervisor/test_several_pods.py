@@ -10,6 +10,7 @@ import pytest
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase
+from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory
 
 from .pods import Group, name_of, wait_for
 
@@ -401,6 +402,20 @@ def test_every_pod_tells_of_its_machine_and_the_first_one_of_the_run(group: Grou
         wait_for(lambda pod=pod: "sft_trainer_host_disk_free_bytes " in pod.get("/metrics"), pod)  # type: ignore[misc]
     assert "sft_trainer_step " in first.get("/metrics")
     assert "sft_trainer_step " not in second.get("/metrics")
+
+
+def test_what_workers_held_is_told_no_more_once_they_have_ended(group: Group) -> None:
+    group.nodes, group.steps = 2, 10_000
+    first, second = group.start_all()
+    first.wait_for_step(2)
+    held = AllocatedMemory(allocated=5, reserved=6, peak=7).model_dump_json(by_alias=True)
+    (group.folder / "pod-0-0" / MEMORY_FOLDER / "rank-0.json").write_text(held)
+    wait_for(lambda: 'sft_trainer_gpu_allocated_bytes{rank="0"} 5.0' in first.get("/metrics"), first)
+
+    second.signal(signal.SIGKILL)
+
+    wait_for(lambda: first.progress.training.phase is Phase.WAITING, first)
+    wait_for(lambda: "sft_trainer_gpu_allocated_bytes" not in first.get("/metrics"), first)
 
 
 def test_a_pod_of_another_job_is_refused(group: Group) -> None:

@@ -255,6 +255,8 @@ class Node:
             self._ended = self._judge(workers)
             self._left_as_asked = self._stop_since is not None and workers.left_well
             self._workers = None
+            # What they held is free: it would be told until the next start, for which the group may wait for hours.
+            shutil.rmtree(self._settings.run_dir / MEMORY_FOLDER, ignore_errors=True)
         else:
             self._kill_since = self._kill_since or time.monotonic()
             self._give_up_on_unkillable()
