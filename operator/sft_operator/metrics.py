@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from sft_api.goodput import LOST_CAUSES
 from sft_api.times import parse_time
 
+from .picture.conditions import conditions_of
 from .picture.observed import Manifest
 from .picture.untrusted import text
 
@@ -50,6 +51,9 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("restarts", "totalRecoverySeconds"),
     ),
 )
+
+
+_STALLED = frozenset({"Stalled"})
 
 
 class OperatorMetrics:
@@ -111,6 +115,9 @@ class JobCollector(Collector):
             for manifest in self._manifests()
         ]
         states = GaugeMetricFamily("sft_job_state", "1, labelled with the present state.", labels=(*labels, "state"))
+        stalled = GaugeMetricFamily(
+            "sft_job_stalled", "1 while somebody has to act, labelled with why.", labels=(*labels, "reason")
+        )
         restarts = GaugeMetricFamily("sft_job_restarts", "Restarts by kind.", labels=(*labels, "kind"))
         checkpoint = GaugeMetricFamily(
             "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
@@ -123,6 +130,9 @@ class JobCollector(Collector):
         )
         for job, status in jobs:
             states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
+            condition = conditions_of({"status": status}, _STALLED).get("Stalled")
+            if condition is not None and condition.status:
+                stalled.add_metric((*job, condition.reason), 1.0)
             for kind in ("failures", "disruptions"):
                 restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
             if nodes := status.get("avoidedNodes"):
@@ -133,7 +143,7 @@ class JobCollector(Collector):
             for cause, part in LOST_CAUSES.items():
                 if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
                     lost.add_metric((*job, cause), seconds)
-        yield from (states, restarts, avoided, checkpoint, lost)
+        yield from (states, stalled, restarts, avoided, checkpoint, lost)
         figures: list[tuple[CounterMetricFamily | GaugeMetricFamily, tuple[str, ...]]] = [
             *((CounterMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _COUNTERS),
             *((GaugeMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _FIGURES),

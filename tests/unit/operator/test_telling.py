@@ -18,7 +18,7 @@ from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.deletion import with_warnings
 from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
-from sft_operator.decisions.status import compute_status
+from sft_operator.decisions.status import compute_status, write_status
 from sft_operator.metrics import OperatorMetrics
 from tests.unit.operator.make import (
     NOW,
@@ -234,6 +234,20 @@ def test_metrics_of_a_job_come_and_go_with_it() -> None:
     assert "sft_operator_queue_depth 3.0" in text
     jobs.clear()
     assert "tulu" not in generate_latest(metrics.registry).decode()
+
+
+def test_that_somebody_has_to_act_is_a_metric_while_it_is_so() -> None:
+    manifest = job_manifest()
+    metrics = OperatorMetrics(lambda: [manifest], lambda: 0)
+    pods = (make_pod(0, phase="Pending", waiting=("ErrImagePull", "no such image")), make_pod(1))
+    waits = compute_status(make_job(), SFTJobStatus(state="Starting"), running(pods=pods), NOW)
+
+    def told(status: SFTJobStatus) -> list[str]:
+        manifest["status"] = write_status(status)
+        return re.findall(r"sft_job_stalled\{.*", generate_latest(metrics.registry).decode())
+
+    assert told(waits) == ['sft_job_stalled{name="tulu",namespace="team",reason="ImagePull"} 1.0']
+    assert told(compute_status(make_job(), waits, running(report=report(training(5))), NOW)) == []
 
 
 def test_what_an_alert_looks_for_is_counted_from_zero_on() -> None:
