@@ -228,6 +228,9 @@ def refused_status(
             "state": "Failed",
             "message": message[:4096],
             "observed_generation": job_generation,
+            # Its Job may have been deleted while it trained.
+            "progress": previous.progress and at_rest(previous.progress, "Failed"),
+            "pods_ready": "",
             "conditions": [accepted, *others, stalled],
         }
     )

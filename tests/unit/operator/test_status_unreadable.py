@@ -26,6 +26,20 @@ def test_a_spec_that_cannot_be_run_is_refused_and_not_final() -> None:
     assert held(accepted).keys() == {"Accepted", "Running"}
 
 
+def test_a_run_that_cannot_be_made_again_shows_no_speed_and_no_pods() -> None:
+    """Its Job was deleted in the middle of training: what it says then stays until somebody acts."""
+    told = training(5, tokens_per_second=400.0, tokens_per_second_per_gpu=200.0, model_flops_utilization=0.4)
+    trains = status_of(running(report=report(told)))
+    status = refused_status(3, trains, "InvalidSpec", "spec.data.train[0].uri: bad", NOW)
+
+    assert trains.progress is not None
+    assert trains.progress.tokens_per_second == 400.0
+    assert status.progress is not None
+    assert status.progress.tokens_per_second is status.progress.tokens_per_second_per_gpu is None
+    assert status.progress.model_flops_utilization is None
+    assert (status.progress.step, status.progress.phase, status.pods_ready) == (5, "Failed", "")
+
+
 def unreadable(**spec: Any) -> Terms:
     """Terms of a spec that the operator cannot read as a whole."""
     return lenient_terms(job_manifest(invented=1, **spec), make_child(), "spec.invented: no such field")
