@@ -221,14 +221,15 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
 
 
 def at_rest(progress: ProgressStatus, state: State) -> ProgressStatus:
-    """``progress`` while nothing trains: without the figures and the phase that only hold while something does."""
+    """``progress`` while nothing trains, or nothing is heard of it (Running): without the figures and the phase that
+    only hold while something does."""
     update: dict[str, object] = {
         "remaining": "",
         "tokens_per_second": None,
         "tokens_per_second_per_gpu": None,
         "model_flops_utilization": None,
     }
-    if progress.phase in _AT_WORK and state != "Suspending":
+    if progress.phase in _AT_WORK and state not in ("Suspending", "Running"):
         update["phase"] = Phase.FAILED if state == "Failed" else Phase.WAITING
     return progress.model_copy(update=update)
 

@@ -50,7 +50,8 @@ _SHOWN_PODS = 3
 _TRAINING = frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.EXPORTING, Phase.COMPLETE})
 UNREAD = "the run is followed to its end, but this version cannot read its spec: "
 _BEFORE_THAT = "before that, "
-_PHASES = frozenset({*(phase.value for phase in Phase), "NoProgressReport"})
+UNHEARD = "NoProgressReport"
+_PHASES = frozenset({*(phase.value for phase in Phase), UNHEARD})
 """Reasons that came from a report, or from the lack of one."""
 _STARTS = ("Starting", "Recovering")
 _TOO_LONG = "DeadlineExceeded"
@@ -332,11 +333,11 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
     in_vain = now - since > FRESH
     if in_vain and state == "Running":
         message = f"the supervisor of index 0 has not answered since {timestamp(since)}"
-        return Situation(state, "NoProgressReport", message)
+        return Situation(state, UNHEARD, message)
     ready = [pod.conditions["Ready"].time for pod in observed.active_pods if "Ready" in pod.conditions]
     if in_vain and any(time is not None and now - time > FRESH for time in ready):
         message = f"the supervisor of index 0 does not answer; can the operator reach pods on port {PROGRESS_PORT}?"
-        return Situation(state, "NoProgressReport", message)
+        return Situation(state, UNHEARD, message)
     stood = next((item for item in previous.conditions if item.type == "Running"), None)
     if previous.state == state and stood and stood.reason in _PHASES:
         return Situation(state, stood.reason, _without_added(stood.message, observed))

@@ -28,7 +28,7 @@ from .queue import HELD_BACK, is_left_deactivated
 from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
 from .silence import OUT_OF_SIGHT
-from .situation import UNREAD, Situation, find_situation
+from .situation import UNHEARD, UNREAD, Situation, find_situation
 from .spec import Terms, run_terms
 
 _NO_SETTINGS = PodSettings()
@@ -123,7 +123,8 @@ def follow(
         reason, message = what_is_complete(status.progress, situation.reason, situation.message)
         situation = replace(situation, reason=reason, message=message)
     progress = status.progress
-    if progress and situation.state != "Running":
+    # How fast a run is of which nothing has been heard for a minute, nobody knows.
+    if progress and (situation.state != "Running" or situation.reason == UNHEARD):
         progress = at_rest(progress, situation.state)
     ready = sum(pod.ready for pod in observed.active_pods)
     status = status.model_copy(

@@ -22,7 +22,7 @@ def test_every_reason_is_documented() -> None:
         found(r'Situation\(\s*(?:"\w+"|before), "(\w+)"')
         | found(r'Problem\(\s*"(\w+)"')
         | found(r'Wrong\("(\w+)"')
-        | found(r'INVALID_SPEC = "(\w+)"')
+        | found(r'(?:INVALID_SPEC|UNHEARD) = "(\w+)"')
     )
     reasons |= {phase.value for phase in Phase} - {"Complete", "Failed"}
 

@@ -13,7 +13,7 @@ from sft_api.report import checkpoints_status
 from sft_api.times import timestamp
 from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus, SFTJobStatus
 from sft_operator.decisions.status import retried_status, write_status
-from sft_operator.picture.observed import Stored
+from sft_operator.picture.observed import Stored, Unanswered
 from tests.unit.operator.make import (
     at,
     committed_at,
@@ -28,7 +28,7 @@ from tests.unit.operator.make import (
     training,
     words,
 )
-from tests.unit.operator.statuses import TRAINED, checkpoint, checkpoints, status_of
+from tests.unit.operator.statuses import TRAINED, checkpoint, checkpoints, held, status_of
 
 
 def test_figures_never_move_backwards() -> None:
@@ -338,6 +338,26 @@ def test_the_picture_of_the_losses_stays_known_and_last_words_may_be_the_first_t
     short = status_of(done, status_of(running(report=report(training(80)))), seconds=12)
     assert short.progress
     assert short.progress.curve == "s3://b/curve.svg"
+
+
+def test_how_fast_a_run_is_of_which_nothing_is_heard_is_not_shown() -> None:
+    """A policy keeps the operator off its pods, say: the last report stays, and may be hours old."""
+    told = report(training(5, tokens_per_second=400.0, tokens_per_second_per_gpu=200.0, model_flops_utilization=0.4))
+    trains = status_of(running(report=told))
+    unheard = running(report=told, unanswered=Unanswered("pod-0", at(10)))
+    status = status_of(unheard, trains, seconds=7200)
+
+    assert trains.progress is not None
+    assert trains.progress.tokens_per_second == 400.0
+    assert (status.state, held(status)["Running"]) == ("Running", "NoProgressReport")
+    assert status.progress is not None
+    assert status.progress.tokens_per_second is status.progress.tokens_per_second_per_gpu is None
+    assert status.progress.model_flops_utilization is None
+    assert (status.progress.step, status.progress.phase) == (5, "Training")
+    # Heard of again, it is told again
+    again = status_of(running(report=report(training(9, tokens_per_second=300.0), received=7201)), status, seconds=7202)
+    assert again.progress is not None
+    assert again.progress.tokens_per_second == 300.0
 
 
 def test_a_finished_run_is_told_by_its_last_words() -> None:
