@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -92,6 +94,24 @@ def test_a_client_gives_up_in_time_and_connects_anew() -> None:
         with pytest.raises(TimeoutError):
             await client.post("/slow", b"", 0.05)
         assert (await client.post("/", b"", PATIENCE_SECONDS)).status == 200
+
+    with_server(talk)
+
+
+def test_a_slow_name_server_takes_none_of_the_time_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: object, **__: object) -> list[object]:
+        time.sleep(0.3)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.99", "127.0.0.1")]
+
+    async def talk(port: int) -> None:
+        client = Client("tulu-0.tulu", port)
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+        assert (await client.post("/", b"", 0.2)).status == 200
+        assert client.peer == "127.0.0.1"
+        client.close()
+        monkeypatch.setattr(http, "NAME_SECONDS", 0.05)
+        with pytest.raises(TimeoutError, match="no name server has told its address"):
+            await client.post("/", b"", PATIENCE_SECONDS)
 
     with_server(talk)
 

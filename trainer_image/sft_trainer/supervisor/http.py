@@ -5,6 +5,8 @@ members whose answers are kept back until there is news.
 """
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +15,8 @@ MAX_BODY_BYTES = 65_536
 MAX_ANSWER_BYTES = 4_194_304
 READ_SECONDS = 30.0
 """A connection without a request for so long is closed."""
+NAME_SECONDS = 30.0
+"""For the address of a name: of two name servers the first may be away, for which the resolver waits five seconds."""
 
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 409: "Conflict"}
 
@@ -116,12 +120,13 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: bytes, seconds: float) -> Response:
-        """Send JSON and return the answer. Raises OSError, EOFError, TimeoutError or MalformedError; then, and when
-        cancelled, the connection is closed."""
+        """Send JSON and return the answer, within ``seconds`` from when the address is known. Raises OSError, EOFError,
+        TimeoutError or MalformedError; then, and when cancelled, the connection is closed."""
         try:
+            addresses = await self._addresses() if self._streams is None else []
             async with asyncio.timeout(seconds):
                 if self._streams is None:
-                    self._streams = await asyncio.open_connection(self._host, self._port, limit=MAX_HEAD_BYTES)
+                    self._streams = await self._connect(addresses)
                 reader, writer = self._streams
                 head = (
                     f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
@@ -138,6 +143,23 @@ class Client:
             self.close()
             raise
         return Response(int(words[1]), content, headers.get("content-type", ""))
+
+    async def _addresses(self) -> list[str]:
+        """Of the server, asked anew each time. Raises OSError, TimeoutError with what takes so long."""
+        try:
+            async with asyncio.timeout(NAME_SECONDS):
+                found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        except TimeoutError:
+            raise TimeoutError(f"no name server has told its address within {NAME_SECONDS:.0f} s") from None
+        return [str(address[0]) for *_, address in found]
+
+    async def _connect(self, addresses: list[str]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To the first of ``addresses`` that is reached."""
+        *others, last = addresses
+        for address in others:
+            with contextlib.suppress(OSError):
+                return await asyncio.open_connection(address, self._port, limit=MAX_HEAD_BYTES)
+        return await asyncio.open_connection(last, self._port, limit=MAX_HEAD_BYTES)
 
     def close(self) -> None:
         """Drop the connection."""
