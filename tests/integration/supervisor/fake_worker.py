@@ -52,7 +52,9 @@ class Ring:
         self.sockets: list[socket.socket] = []
         hello = f"{os.environ['SFT_GENERATION']:>20}".encode()
         if RANK == 0 and WORLD > 1:
-            with socket.create_server(("", address[1])) as server:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            with socket.create_server(("", address[1]), family=family, dualstack_ipv6=dual) as server:
                 while len(self.sockets) < WORLD - 1:
                     peer, _ = server.accept()
                     if self.receive(peer, 20) == hello:

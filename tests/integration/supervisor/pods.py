@@ -163,7 +163,8 @@ class Group:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=inherited | given | environment, text=True
             )
-        pod = Pod(index, process, log_file, termination_file, f"http://{address}:{self.port}")
+        host = f"[{address}]" if ":" in address else address
+        pod = Pod(index, process, log_file, termination_file, f"http://{host}:{self.port}")
         self.pods.append(pod)
         return pod
 

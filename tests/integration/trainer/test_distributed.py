@@ -12,6 +12,7 @@ import torch
 from sft_api.ports import free_port
 from sft_trainer.distributed import Ranks, device_for, join_group, summed
 from sft_trainer.errors import DeviceUnavailableError
+from tests.ipv6 import NEEDS_IPV6
 
 
 def ranks(local_rank: int = 0, local_world_size: int = 1) -> Ranks:
@@ -100,13 +101,14 @@ time.sleep(600)
 """
 
 
-def test_after_the_rendezvous_no_process_waits_for_a_day() -> None:
+@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6)])
+def test_after_the_rendezvous_no_process_waits_for_a_day(address: str) -> None:
     # Given two that have met, of which one does nothing more
     environment = {
         **os.environ,
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(free_port()),
     }
     both = [
