@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from sft_api.trust import checked_bundle
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
 from sft_api.v1alpha1.quantities import Quantity, quantity_value
+from sft_api.v1alpha1.runtime import EnvVar
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -59,6 +60,16 @@ class DefaultResources(SettingsModel):
     """For each process of pods without GPUs."""
 
 
+def _checked_environment(variables: dict[str, str]) -> dict[str, str]:
+    """``variables``, if a job could give them too; raises ``ValueError`` that names the one it could not."""
+    for name, value in variables.items():
+        try:
+            EnvVar(name=name, value=value)
+        except ValidationError as error:
+            raise ValueError(f"{name}: {error.errors()[0]['msg']}") from error
+    return variables
+
+
 class PodSettings(SettingsModel):
     """Defaults of training pods; the spec of a job wins."""
 
@@ -69,6 +80,8 @@ class PodSettings(SettingsModel):
     image_pull_secrets: list[str] = []
     command: list[str] = ["python", "-m", "sft_trainer.launch"]
     """Entry of the trainer image: the supervisor."""
+    env: Annotated[dict[str, str], AfterValidator(_checked_environment)] = {}
+    """Environment variables of all training pods: the way out of the cluster (HTTPS_PROXY), a mirror (HF_ENDPOINT)."""
     gpu_memory: Quantity | None = None
     """Of each GPU of this cluster, for the plans of jobs that do not say on which kind they run."""
     resources: DefaultResources = DefaultResources(

@@ -1,5 +1,6 @@
 """The pod template: one supervisor, under the restricted pod security standard, without a token for the API."""
 
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from sft_api.place import TAKE_OVER_VARIABLE
@@ -38,7 +39,7 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "image": image,
         "command": list(pods.command),
         "env": [
-            *_environment(job, effective_s3(job, store)),
+            *_environment(job, effective_s3(job, store), pods.env),
             *([{"name": TAKE_OVER_VARIABLE, "value": take_over}] if take_over else []),
         ],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
@@ -183,8 +184,9 @@ def _claims(job: SFTJob) -> list[str]:
     return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})
 
 
-def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
-    """Environment of the container. What the user gives replaces our values; reserved names are refused before."""
+def _environment(job: SFTJob, s3: S3Spec, platform: Mapping[str, str]) -> list[Manifest]:
+    """Environment of the container. What the ``platform`` gives replaces our values, and what the user gives both;
+    reserved names are refused before."""
     spec = job.spec
     variables: dict[str, Manifest] = {
         name: {"value": value}
@@ -199,6 +201,7 @@ def _environment(job: SFTJob, s3: S3Spec) -> list[Manifest]:
             ("HF_HOME", f"{CACHE_FOLDER}/huggingface"),
             ("TORCHINDUCTOR_CACHE_DIR", f"{CACHE_FOLDER}/inductor"),
             ("TRITON_CACHE_DIR", f"{CACHE_FOLDER}/triton"),
+            *platform.items(),
         )
     }
     # Who it is: pods of two Jobs under one name, and those that answer at an address, are told apart by it.

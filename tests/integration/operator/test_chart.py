@@ -68,6 +68,8 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
         ("caBundle=ca.crt", "/caBundle"),
         ("pods.resources.perGpu.requests.memory=8GB", "/pods/resources/perGpu/requests/memory"),
         ("pods.gpuMemory=80GB", "/pods/gpuMemory"),
+        ("pods.env.OFFLINE=1", "/pods/env/OFFLINE"),
+        ("env.HTTPS_PROXY=1", "/env/HTTPS_PROXY"),
         ("pods.resources.perGpu.requests.gpus=1", "'gpus'"),
         ("store.s3.credentialsSecretRef=My_Secret", "/store/s3/credentialsSecretRef"),
         ("settings.store.verify=true", "store.uri is empty"),
@@ -216,6 +218,7 @@ def flat(fields: Any, path: str = "") -> dict[str, Any]:
 def test_every_setting_may_be_given(tmp_path: Path) -> None:
     store = {"uri": "s3://bucket/sft", "s3": {"endpoint": "http://minio:9000", "region": "here"}, "verify": True}
     pods = {"image": "mine:2", "megatronImage": "mine:3", "imagePullPolicy": "Never", "gpuMemory": "80Gi"}
+    pods["env"] = {"HTTPS_PROXY": "http://proxy:3128"}
     settings = Settings.model_validate({"store": store, "pods": pods, "leaderElection": {"enabled": True}})
     lease, operator = {"namespace", "name"}, {"operator_labels", "operator_namespace"}
     fixed: Any = {"http_port": True, "namespace": True, "network_policy": operator, "leader_election": lease}
@@ -228,6 +231,20 @@ def test_every_setting_may_be_given(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     objects = [item for item in yaml.safe_load_all(done.stdout) if item]
     assert settings_of(objects, tmp_path).model_dump(exclude=fixed) == settings.model_dump(exclude=fixed)
+
+
+def test_a_proxy_is_told_to_the_operator_and_to_its_pods(tmp_path: Path) -> None:
+    proxy = {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ".svc,169.254.169.254"}
+    values = tmp_path / "values.yaml"
+    values.write_text(yaml.safe_dump({"pods": {"env": proxy}, "env": proxy}))
+
+    done = helm("template", "x", str(CHART), "--set=crds.install=false", f"--values={values}")
+
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    (deployment,) = [item for item in objects if item["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {each["name"]: each["value"] for each in container["env"]} == proxy
+    assert settings_of(objects, tmp_path).pods.env == proxy
 
 
 def test_what_is_set_to_null_is_as_if_it_had_not_been_said(tmp_path: Path) -> None:

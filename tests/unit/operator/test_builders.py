@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import ObjectMeta
@@ -282,6 +283,26 @@ def test_secrets_are_referred_to_and_never_copied() -> None:
 
 def test_without_credentials_none_are_asked_for() -> None:
     assert not {"HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"} & environment().keys()
+
+
+def test_the_platforms_environment_wins_over_ours_and_the_users_over_both() -> None:
+    given = {"HTTPS_PROXY": "http://proxy:3128", "HF_ENDPOINT": "http://mirror", "HF_HOME": "/mnt/hub", "HF_TOKEN": "x"}
+    settings = Settings(pods=PodSettings(image="trainer:1", env=given))
+    token = {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub", "key": "token"}}
+
+    found = environment(settings, model=token, compute=compute(env=[{"name": "HF_ENDPOINT", "value": "http://mine"}]))
+
+    assert (found["HTTPS_PROXY"], found["HF_HOME"]) == ("http://proxy:3128", "/mnt/hub")
+    assert found["HF_ENDPOINT"] == "http://mine"
+    assert found["HF_TOKEN"]["secretKeyRef"]["name"] == "hub"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("MASTER_ADDR", "set by the supervisor"), ("PATH", "belongs to the image"), ("A-B", "must be")]
+)
+def test_the_platform_gives_no_variable_that_a_job_could_not(name: str, why: str) -> None:
+    with pytest.raises(ValidationError, match=f"{name}: .*{why}"):
+        PodSettings(env={name: "x"})
 
 
 def test_the_users_environment_wins_over_ours() -> None:
