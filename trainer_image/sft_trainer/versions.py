@@ -352,6 +352,16 @@ def plain_response(body: Any) -> tuple[Any, http.client.HTTPResponse] | None:
     return (response, plain) if isinstance(plain, http.client.HTTPResponse) else None
 
 
+def add_socket_options(client: Any, options: Sequence[tuple[int, int, int]]) -> None:
+    """Have the connections of botocore's ``client``, which has made none yet, set ``options`` of their sockets.
+
+    Its settings know TCP's keepalive, with the kernel's two hours before the first probe, and no other option.
+    """
+    found = getattr(getattr(getattr(client, "_endpoint", None), "http_session", None), "_socket_options", None)
+    if isinstance(found, list):
+        found.extend(options)
+
+
 def fake_tensors() -> AbstractContextManager[Any]:
     """Within it tensors have a shape, a dtype and a device, and no memory; those of before may be mixed with them."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
@@ -18,12 +20,13 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from sft_api.ports import free_port
+from sft_trainer.checkpoint import s3 as s3_module
 from sft_trainer.checkpoint import s3_errors
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.local import LocalStore
@@ -40,7 +43,7 @@ from sft_trainer.errors import (
 )
 from sft_trainer.outage import is_outage
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, server_on_a_tiny_disk, settings
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MiB = 2**20
 
@@ -442,6 +445,60 @@ def test_a_server_that_takes_long_for_a_part_is_no_server_that_is_away(
                     stream.lend(bytes(8 * MiB))
         finally:
             server.shutdown()
+
+
+class KeepsConnections(SlowServer):
+    """Says nothing at all any more over the connections that it has, and takes new ones."""
+
+    protocol_version = "HTTP/1.1"
+    connections: ClassVar[list[socket.socket]] = []
+
+    def setup(self) -> None:
+        super().setup()
+        self.connections.append(self.connection)
+
+    @classmethod
+    def fall_silent(cls) -> None:
+        """What comes is dropped by the kernel, which does not even acknowledge it, as by a router that forgot them."""
+        drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
+        program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+        for connection in cls.connections:
+            connection.setsockopt(socket.SOL_SOCKET, 26, program)  # SO_ATTACH_FILTER
+
+
+def is_connected_to(port: int) -> bool:
+    """Whether a socket of this machine believes so."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[2].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+def test_what_was_dropped_without_a_word_between_two_saves_takes_no_time_of_the_next_one(
+    some_credentials: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = [(name, option, min(value, 1)) for name, option, value in s3_module._KEEPALIVE]
+    monkeypatch.setattr(s3_module, "_KEEPALIVE", probes)
+    monkeypatch.setattr(s3_module, "_READ_SECONDS", 20)
+    with ThreadingHTTPServer(("127.0.0.1", 0), KeepsConnections) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = settings(f"http://127.0.0.1:{server.server_port}", "when_required")
+        store = S3Store(BUCKET, "runs/a", place, retry_seconds=20)
+        try:
+            # Given a save, after which its connection is forgotten on the way
+            store.put("x", b"first")
+            time.sleep(0.1)  # the last answer is acknowledged
+            KeepsConnections.fall_silent()
+            wait_until(lambda: not is_connected_to(server.server_port))
+
+            # When there is another one
+            began = time.monotonic()
+            store.put("x", b"second")
+        finally:
+            server.shutdown()
+
+    # Then it did not wait for an answer that could not come
+    assert time.monotonic() - began < 10
+    assert len(KeepsConnections.connections) == 2
 
 
 def test_an_upload_aborted_by_a_newer_attempt_fails(s3_store: S3Store) -> None:

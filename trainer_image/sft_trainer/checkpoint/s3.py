@@ -3,6 +3,7 @@
 import functools
 import io
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ from sft_trainer.checkpoint.store import (
     refused_removal,
 )
 from sft_trainer.errors import ConfigError
+from sft_trainer.versions import add_socket_options
 
 T = TypeVar("T")
 
@@ -51,6 +53,16 @@ _SAYS = {
 """What the answer of every S3 server says of an operation, and a page that stands in its place does not."""
 _CONNECT_SECONDS = 5
 _READ_SECONDS = 60
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""Between two saves connections are idle for longer than what is on their way may keep them (350 s in some clouds), and
+a server that is gone says nothing. Who sent over such a one would wait for ``_READ_SECONDS``: no time were left for
+another try, and with a pod that is ending none for its save. So they are kept, or found to be gone, by probes.
+"""
 
 
 def part_size(size_hint: int) -> int:
@@ -155,6 +167,7 @@ class S3Store:
             client = boto3.session.Session(botocore_session=session).client(
                 "s3", endpoint_url=self.settings.endpoint, region_name=self.settings.region, config=config
             )
+            add_socket_options(client, _KEEPALIVE)
             unsigned = config.merge(Config(s3={**s3, "payload_signing_enabled": False}))
 
             def sign_headers_only(request: Any, **_: Any) -> None:
