@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
-from sft_trainer.data.preview import Preview, preview_source, render_text, render_tokens, to_jsonl
+from sft_trainer.data.preview import Preview, preview_source, render_text, to_jsonl
 from sft_trainer.data.tokenize import tokenize_source
 from tests.parity.mask_tokenizers import Kind, chat_tokenizer
 
@@ -112,20 +112,10 @@ def test_text_with_brackets_and_with_colours(data: DataSpec, tmp_path: Path) -> 
     assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == re.sub("[⟦⟧]", "", plain)
 
 
-def test_a_line_per_token(data: DataSpec, tmp_path: Path) -> None:
-    [preview] = previews(data, tmp_path, count=1)
-    lines = render_tokens(preview, color=False).splitlines()
-    assert len(lines) == len(preview.tokens)
-    assert lines[0].split() == ["0", str(preview.tokens[0].token_id), "'<|im_start|>'"]
-    assert sum(" + " in line for line in lines) == preview.trained
-    assert "\x1b[1;32m" in render_tokens(preview, color=True)
-
-
 def test_a_row_without_text_is_shown_too(data: DataSpec, tmp_path: Path) -> None:
     shown = previews(data, tmp_path)[2]
     assert render_text(shown, color=False).startswith(f"{shown.place}: dropped: nothing of it is trained, 0 tokens")
     assert shown.segments == []
-    assert render_tokens(shown, color=False) == ""
 
 
 def test_text_that_the_template_leaves_out_is_told(data: DataSpec, tmp_path: Path) -> None:

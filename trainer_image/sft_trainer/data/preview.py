@@ -170,12 +170,3 @@ def render_text(preview: Preview, *, color: bool) -> str:
 
 def _earlier(answers: int) -> str:
     return "1 earlier answer is" if answers == 1 else f"{answers} earlier answers are"
-
-
-def render_tokens(preview: Preview, *, color: bool) -> str:
-    """A line per token: index, id, ``+`` when trained, and its text."""
-    lines = []
-    for index, token in enumerate(preview.tokens):
-        line = f"{index:6} {token.token_id:8} {'+' if token.trained else ' '} {token.text!r}"
-        lines.append(f"{_TRAINED if token.trained else _CONTEXT}{line}{_RESET}" if color else line)
-    return "\n".join(lines)
