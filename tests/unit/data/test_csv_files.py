@@ -11,10 +11,10 @@ from sft_api.v1alpha1 import DataSource, DataSpec, TrainSource
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data import first_rows
 from sft_trainer.data.first_rows import check_first_rows
-from sft_trainer.data.preview import preview_source
 from sft_trainer.data.source_rows import SourceRows, open_path
 from sft_trainer.errors import DataError
 from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.unit.data.previews import preview_source
 
 TABLE = '\ufeffquestion,answer,n\r\n"Add 2, 2.",4,07\r\n\r\n"two\r\nlines","say ""yes""",\r\nwörd,,3'
 ROWS = [

@@ -12,13 +12,14 @@ from pyarrow import parquet
 from sft_api.generate import ROOT
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data.packed import CODECS
-from sft_trainer.data.preview import Preview, preview_source
+from sft_trainer.data.preview import Preview
 from sft_trainer.data.source_rows import open_path
 from sft_trainer.data.splits import worded_split
 from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.errors import DataError
 from tests.fixtures_inputs import make_inputs
 from tests.unit.data.packing import packed
+from tests.unit.data.previews import preview_source
 
 PAGE = (ROOT / "docs" / "data.md").read_text()
 ROWS = [

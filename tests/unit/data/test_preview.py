@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
-from sft_trainer.data.preview import Preview, preview_source, render_text, to_jsonl
+from sft_trainer.data.preview import Preview, render_text, to_jsonl
 from sft_trainer.data.tokenize import tokenize_source
 from tests.parity.mask_tokenizers import Kind, chat_tokenizer
+from tests.unit.data.previews import preview_source
 
 ROWS = [
     {"messages": [{"role": "user", "content": "é 🙂"}, {"role": "assistant", "content": "The 🙂\nway"}]},

@@ -7,8 +7,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +14,7 @@ from numpy.typing import NDArray
 from .examples import Example, Settings, mark_row, to_examples
 from .formats import TokenIds
 from .readers import Row
-from .sources import open_source
-from .tokenize import check_named_columns, settings_for
 from .tokenizer import Codec
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from sft_api.v1alpha1 import DataSource, DataSpec
-    from sft_trainer.checkpoint.store import S3Settings
 
 _TRAINED, _CONTEXT, _RESET = "\x1b[1;32m", "\x1b[2m", "\x1b[0m"
 
@@ -79,23 +69,6 @@ class Preview:
             Segment(self.text[start:stop], trained)
             for start, stop, trained in zip(bounds, bounds[1:], flags, strict=False)
         ]
-
-
-def preview_source(
-    source: "DataSource",
-    data: "DataSpec",
-    tokenizer: "PreTrainedTokenizerFast",
-    count: int,
-    *,
-    cache_dir: Path,
-    s3: "S3Settings | None" = None,
-    token: str | None = None,
-) -> list[Preview]:
-    """The first ``count`` rows of ``source``. Raises what ``tokenize_source`` raises."""
-    rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token)
-    settings, codec = settings_for(rows, source, data), Codec.of(tokenizer)
-    check_named_columns(rows, settings)
-    return [preview_row(place, row, settings, codec) for place, row in rows.read(0, min(count, len(rows)))]
 
 
 def preview_row(place: str, row: Row, settings: Settings, codec: Codec) -> Preview:
