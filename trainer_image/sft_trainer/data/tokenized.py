@@ -120,11 +120,6 @@ class TokenizationReport:
     empty_answers: int = 0
     trained_answers: int = 0
 
-    @property
-    def dropped_share(self) -> float:
-        """Share of the rows that gave no example, 0 to 1."""
-        return (self.dropped_overlong + self.dropped_untrained) / self.rows
-
     def summary(self) -> str:
         """What there is to train, and everything that happened to rows, however few."""
         happened = [
