@@ -1,6 +1,7 @@
 """Fixtures shared by all tests; heavy ones live beside what they start."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,3 +28,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return next(folders, super()._split_scope(nodeid))
 
     return ByPlace(config, log)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Of this process alone, as a strategy wants one."""
+    # Not at the top: most tests need no torch.
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sft_api.progress import TrainingProgress
@@ -28,6 +27,8 @@ from tests.tensors import gathered
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 BINS = (
@@ -43,13 +44,6 @@ BALANCED = {"routerAuxLossCoefficient": 0.5}
 WIDE = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64}
 """Rows are whole blocks of 4 bits."""
 OF_EXPERTS = {"rank": 4, "targetModules": ["all-linear", "experts"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Activations that are computed again: the same gradients, less memory, and nothing expensive done twice."""
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -24,16 +22,11 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 BINS = (random_bin(1, 5, 9), random_bin(2, 12))
 LONG = random_bin(3, 192, 64, vocabulary=64)
 HOW = ("none", "selective", "full")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def strategy(path: Path, how: str, **sections: Any) -> FsdpStrategy:

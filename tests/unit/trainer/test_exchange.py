@@ -9,16 +9,13 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.models.exchange import check_heads, shared_tokens, to_heads, to_tokens
 
 
+@pytest.mark.usefixtures("process_group")
 def test_a_compiler_is_told_the_shapes_and_gradients_that_there_are() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        group, degree, _ = shared_tokens(dist.group.WORLD, dist.get_rank())
-        by_tokens = [torch.randn(1, 6, n, 16) for n in (4, 2, 2)]
-        tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in by_tokens]
-        library.opcheck(to_heads, (tensors, group, degree))
-        library.opcheck(to_tokens, (tensors, group, degree))
-    finally:
-        dist.destroy_process_group()
+    group, degree, _ = shared_tokens(dist.group.WORLD, dist.get_rank())
+    by_tokens = [torch.randn(1, 6, n, 16) for n in (4, 2, 2)]
+    tensors = [tensor.transpose(1, 2).requires_grad_() for tensor in by_tokens]
+    library.opcheck(to_heads, (tensors, group, degree))
+    library.opcheck(to_tokens, (tensors, group, degree))
 
 
 class Config:

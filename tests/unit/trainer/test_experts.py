@@ -1,13 +1,11 @@
 """Mixtures of experts against plain Hugging Face: what is computed, the loss of routers, and what is refused."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
@@ -29,6 +27,8 @@ from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import whole
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
 COEFFICIENT = 0.5
 KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo", "gpt_oss"]
@@ -36,13 +36,6 @@ BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_b
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 TOKENS = sum(len(bin_.input_ids) for bin_ in BINS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def strategy(path: Path, coefficient: float = COEFFICIENT, how: str = "none", **options: Any) -> FsdpStrategy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from sft_api.memory import Sizes, sizes_of
 from sft_api.model_shape import shape_of
@@ -30,6 +28,8 @@ from tests.mxfp4 import QUANTISED
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
 IN_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 """Rows of whole blocks of 64 weights."""
@@ -46,13 +46,6 @@ class Device:
         return 0
 
     most_allocated = available = allocated
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def check(folder: Path, share: float, **spec: Any) -> int:

@@ -1,12 +1,10 @@
 """What FSDP promises the loop: what is trained, steps skipped on the device, bins alone or together."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
@@ -25,14 +23,9 @@ from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from sft_trainer.errors import ModelError
@@ -31,15 +29,9 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.published_configs import PUBLISHED, PUBLISHED_OF_EXPERTS
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 LENGTHS = (5, 9, 14)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def save_model(kind: str, path: Path, **options: Any) -> Any:

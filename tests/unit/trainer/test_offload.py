@@ -1,12 +1,10 @@
 """Weights, gradients and moments in host memory: the same steps. On a CPU they are there anyway, by another path."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -23,16 +21,11 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_models import save_model
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
 BINS = (random_bin(1, 5, 9), random_bin(2, 12))
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def strategy(path: Path, *, offload: bool, **sections: Any) -> FsdpStrategy:
