@@ -1,8 +1,10 @@
 """What the small HTTP servers of tests have in common."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Answering(BaseHTTPRequestHandler, ABC):
@@ -23,3 +25,16 @@ class Answering(BaseHTTPRequestHandler, ABC):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def served(
+    handler: type[BaseHTTPRequestHandler], kind: type[ThreadingHTTPServer] = ThreadingHTTPServer
+) -> Iterator[str]:
+    """The URL at which ``handler`` answers until the block ends."""
+    with kind(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()

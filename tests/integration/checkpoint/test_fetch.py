@@ -7,11 +7,9 @@ import hashlib
 import json
 import multiprocessing
 import os
-import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -30,7 +28,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
 )
 from sft_trainer.fetch import localise
-from tests.answering import Answering
+from tests.answering import Answering, served
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server
 from tests.waiting import PATIENCE_SECONDS
 
@@ -293,14 +291,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 etag = f'"{hashlib.sha1(data).hexdigest()}"'
                 self.answer(data, 200, {"ETag": etag, "X-Repo-Commit": COMMIT})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    state.endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("HF_ENDPOINT", state.endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    yield state
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as state.endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", state.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield state
 
 
 def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
 )
 from sft_trainer.outage import is_outage
+from tests.answering import served
 from tests.integration.checkpoint.s3_servers import BUCKET, S3Server, server_on_a_tiny_disk, settings
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -207,17 +208,13 @@ def test_a_node_that_hands_out_no_credentials_for_a_moment_does_so_later(
     class Here(Metadata):
         server_of_objects = s3_server
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Here) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        try:
-            store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=0)
-            with pytest.raises(AccessDeniedError, match="no credentials"):
-                store.put("x", b"x")
-            Here.away = False
+    with served(Here) as url:
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
+        store = S3Store(BUCKET, f"run-{uuid.uuid4().hex}", s3_server.settings, retry_seconds=0)
+        with pytest.raises(AccessDeniedError, match="no credentials"):
             store.put("x", b"x")
-        finally:
-            server.shutdown()
+        Here.away = False
+        store.put("x", b"x")
 
 
 @pytest.fixture
@@ -436,15 +433,11 @@ def test_a_server_that_takes_long_for_a_part_is_no_server_that_is_away(
 ) -> None:
     """While it takes something: the time-out for connecting is in force, too, for each call that sends."""
     monkeypatch.setattr("sft_trainer.checkpoint.s3._CONNECT_SECONDS", 0.5)
-    with SmallBuffers(("127.0.0.1", 0), SlowServer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        place = settings(f"http://127.0.0.1:{server.server_port}", "when_required")
-        try:
-            with S3Store(BUCKET, "runs/a", place, retry_seconds=0).open_write("x", 16 * MiB) as stream:
-                for _ in range(2):
-                    stream.lend(bytes(8 * MiB))
-        finally:
-            server.shutdown()
+    with served(SlowServer, SmallBuffers) as url:
+        place = settings(url, "when_required")
+        with S3Store(BUCKET, "runs/a", place, retry_seconds=0).open_write("x", 16 * MiB) as stream:
+            for _ in range(2):
+                stream.lend(bytes(8 * MiB))
 
 
 class KeepsConnections(SlowServer):

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sft_api.ports import free_port
 from sft_api.progress import Phase, Progress, TerminationMessage, TrainingProgress
 from sft_api.report import committed
 from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus
+from tests.answering import served
 from tests.cluster.access import Cluster
 from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import Answer, KubernetesApi
@@ -87,11 +87,9 @@ def serve_reports() -> Iterator[Supervisors]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        state.url = f"http://127.0.0.1:{server.server_address[1]}" + "/{namespace}/{name}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with served(Handler) as url:
+        state.url = url + "/{namespace}/{name}"
         yield state
-        server.shutdown()
 
 
 def install_crd(cluster: Cluster) -> None:

@@ -8,12 +8,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.answering import served
 from tests.integration.operator.scene import OperatorProcess, start_operator
 from tests.unit.operator.make import child_manifest, job_manifest, pod_manifest
 
@@ -147,13 +148,11 @@ def serve(api: ApiServer) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with served(Handler) as url:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield url
         finally:
             end.set()
-            server.shutdown()
 
 
 @contextmanager

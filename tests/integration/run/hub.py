@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from tests.answering import Answering
+from tests.answering import Answering, served
 
 COMMIT = "c" * 40
 
@@ -72,14 +70,8 @@ def serve_hub(
         def refuse(self, status: int, code: str) -> None:
             self.answer(b"{}", status, {"X-Error-Code": code})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with served(Handler) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def entry(root: Path, path: Path) -> dict[str, object]:

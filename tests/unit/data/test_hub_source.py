@@ -6,10 +6,8 @@ import hashlib
 import json
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from sft_trainer.data.source_rows import SourceRows
 from sft_trainer.data.sources import open_source
 from sft_trainer.errors import AccessDeniedError, DataError, ModelError, StorageFullError, StorageUnavailableError
 from sft_trainer.fetch import localise
-from tests.answering import Answering
+from tests.answering import Answering, served
 
 COMMIT = "b" * 40
 README = b"""---
@@ -102,17 +100,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
                 siblings = [{"rfilename": name} for name in files]
                 self.answer(json.dumps({"id": "org/chat", "sha": state.commit, "siblings": siblings}).encode())
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    yield state
-    server.shutdown()
-    server.server_close()
+    with served(Handler) as endpoint:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield state
 
 
 def open_hub(tmp_path: Path, uri: str = "hf://org/chat", **fields: Any) -> SourceRows:
