@@ -31,6 +31,7 @@ from ..picture.owners import has_controller
 from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing
+from ..workqueue import loop_time
 from .client import ApiError, Cluster
 from .kueue import Kueue
 from .progress_client import ProgressClient, UnreadableReport, UnusableReport
@@ -145,7 +146,7 @@ class Asking:
     def _in_vain(self, key: Key, question: Question) -> Answer:
         match question:
             case AskTrainer():
-                return lambda memory: questions.trainer_answered(memory, question, None, self._now(), clock=_clock())
+                return lambda memory: questions.trainer_answered(memory, question, None, self._now(), clock=loop_time())
             case AskKueue():
                 return lambda memory: self._kueue_answered(key, memory, question, None)
             case ReadEvents():
@@ -158,10 +159,10 @@ class Asking:
                 return lambda memory: questions.complete_was_read(memory, None)
             case RemovePlace():
                 why = "a bug in the operator, whose log says more"
-                return lambda memory: deletion.removal_went(memory, None, why, clock=_clock())
+                return lambda memory: deletion.removal_went(memory, None, why, clock=loop_time())
 
     async def _ask_trainer(self, key: Key, question: AskTrainer) -> Answer:
-        await asyncio.sleep(question.due - _clock())
+        await asyncio.sleep(question.due - loop_time())
         try:
             progress = await self._progress.read(
                 address=question.address,
@@ -180,7 +181,7 @@ class Asking:
         self._metrics.reports.labels("read").inc()
         self._picture.say(key, _REPORT, None)
         now = self._now()
-        return lambda memory: questions.trainer_answered(memory, question, progress, now, clock=_clock())
+        return lambda memory: questions.trainer_answered(memory, question, progress, now, clock=loop_time())
 
     async def _ask_kueue(self, key: Key, question: AskKueue) -> Answer:
         try:
@@ -192,7 +193,7 @@ class Asking:
         return lambda memory: self._kueue_answered(key, memory, question, queueing)
 
     def _kueue_answered(self, key: Key, memory: Memory, question: AskKueue, answer: Queueing | None) -> Memory:
-        clock = _clock()
+        clock = loop_time()
         return questions.kueue_answered(memory, question, answer, self._picture.observed(key).job, clock=clock)
 
     async def _read_events(self, key: Key, question: ReadEvents) -> Answer:
@@ -246,8 +247,8 @@ class Asking:
             why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
         if (question.looks and turn is None) or (turn is not None and turn.state == "not to go"):
             # Also where nobody knows it: that the store was away begins with the first removal.
-            return lambda memory: deletion.nothing_removed(memory, clock=_clock())
-        return lambda memory: deletion.removal_went(memory, turn, why, clock=_clock())
+            return lambda memory: deletion.nothing_removed(memory, clock=loop_time())
+        return lambda memory: deletion.removal_went(memory, turn, why, clock=loop_time())
 
     async def _instead(self, key: Key, uid: str) -> RemovalTurn | None:
         """What becomes of a place that is not to be removed after all; None: it is."""
@@ -310,7 +311,3 @@ class NewestWarnings:
         )
         self.newest = sorted([*self.newest, found], key=lambda item: item.time or self._now, reverse=True)
         del self.newest[_KEPT_WARNINGS:]
-
-
-def _clock() -> float:
-    return asyncio.get_running_loop().time()
