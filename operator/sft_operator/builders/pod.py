@@ -8,6 +8,7 @@ from sft_api.progress import PROGRESS_PORT
 from sft_api.trainer_config import BEGUN_FILE, CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
 from sft_api.v1alpha1.megatron import megatron_of
+from sft_api.v1alpha1.uris import CLAIMS_FOLDER
 
 from ..config import PodSettings, StoreSettings
 from ..names import CONFIG_KEY, TRAINER_CONTAINER, begun_map_name, child_labels, config_map_name, coordinator_host
@@ -17,7 +18,6 @@ from .resources import pod_resources, shared_memory_bytes
 
 CONFIG_FOLDER = CONFIG_PATH.rpartition("/")[0]
 CACHE_FOLDER = "/var/cache/sft"
-CLAIMS_FOLDER = "/mnt/pvc"
 RUN_FOLDER = "/run/sft"
 USER_ID = 1000
 LOST_NODE_SECONDS = 60
