@@ -49,14 +49,12 @@ def _no_warning(_: str) -> None:
     pass
 
 
-def load_manifest(
-    source: Path | str, name: str | None = None, *, on_warning: Callable[[str], None] = _no_warning
-) -> SFTJob:
+def load_manifest(source: Path | str, name: str | None = None) -> SFTJob:
     """The SFTJob called ``name`` of ``source`` (as for ``load_manifests``), or its only one.
 
     Raises ``ManifestError``, also when there are several SFTJobs and none was named.
     """
-    return load_overridden(source, name, (), on_warning=on_warning)[0]
+    return load_overridden(source, name, ())[0]
 
 
 def load_overridden(
