@@ -1,12 +1,12 @@
 """The supervisor as a child of this process: start it, ask it, stop it, and never leave it behind."""
 
-import ctypes
+import functools
 import http.client
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -15,27 +15,11 @@ from pydantic import BaseModel, ValidationError
 
 from sft_api.progress import Progress, TerminationMessage, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, REPORT_FILE
+from sft_trainer.supervisor.parent import die_with
 from sft_trainer.supervisor.workers import adopt_orphans, children
 
 _POLL_TIMEOUT_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1
 _LOOPBACK = "127.0.0.1"
-
-
-def _stop_with_parent() -> Callable[[], None]:
-    """What the child does before it becomes the supervisor: ask the kernel for SIGTERM when its parent dies.
-
-    Also when ``sft`` is killed with SIGKILL the supervisor so saves and leaves, and takes its workers along.
-    """
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # died between fork and prctl
-            os._exit(1)
-
-    return in_child
 
 
 _Document = TypeVar("_Document", bound=BaseModel)
@@ -96,7 +80,8 @@ class Supervisor:
                     "PYTHONSAFEPATH": "1",
                 },
                 start_new_session=True,
-                preexec_fn=_stop_with_parent(),
+                # Also when ``sft`` is killed with SIGKILL it so saves and leaves, and takes its workers along.
+                preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
                 pass_fds=inherited,
             )
 

@@ -6,11 +6,9 @@ and written so far, a ``warning``, or the ``error`` that ends it, whether that i
 one is ``full``.
 """
 
-import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,19 +30,19 @@ from sft_trainer.fetch import localise
 from sft_trainer.outage import is_outage
 from sft_trainer.place import read_record
 from sft_trainer.revisions import pinned
+from sft_trainer.supervisor.parent import die_with
 from sft_trainer.topology import ALONE
 
 from .alone import exported_alone
 from .exporting import export_checkpoint
 
-_PR_SET_PDEATHSIG = 1
 _NICE = 5
 _EVERY_SECONDS = 1.0
 
 
 def main() -> int:
     """Export the checkpoint that the command line names, of the run on standard input; the exit code."""
-    _die_with(int(sys.argv[2]))
+    die_with(int(sys.argv[2]))
     os.nice(_NICE)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s export: %(message)s")
     config = TrainerConfig.model_validate_json(sys.stdin.read())
@@ -57,12 +55,6 @@ def main() -> int:
         _say(error=f"{type(error).__name__}: {error}", outage=False, full=False)
         return 1
     return 0
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _export(config: TrainerConfig, folder: str) -> None:

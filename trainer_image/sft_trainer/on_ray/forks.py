@@ -17,7 +17,6 @@ when its connection closes, and with ``fork_me.py``, its child.
 """
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -32,7 +31,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sft_trainer.on_ray.fork_me import FORKED
-from sft_trainer.supervisor.preload import draw_anew, show_as, why_unfit
+from sft_trainer.supervisor.parent import die_with
+from sft_trainer.supervisor.preload import MAX_REQUEST_BYTES, draw_anew, show_as, why_unfit
 
 _ACTORS = "ray.actor"
 IMPORTS = (
@@ -43,8 +43,6 @@ IMPORTS = (
     "ray.train.v2._internal.execution.worker_group.worker",
     "sft_trainer.on_ray.worker",
 )
-MAX_REQUEST_BYTES = 262_144
-_PR_SET_PDEATHSIG = 1
 _CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV}
 """Exit codes of a native part that has failed: who asked, Ray, may wait for long without a word."""
 
@@ -161,10 +159,8 @@ def _say(what: str) -> None:
 def _become(request: dict[str, Any], streams: Sequence[int], server: int) -> None:
     """In the fork of the process ``server``: be what ``python *argv`` would be."""
     os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != server:
-        # It ended before that, and who asked may have begun by itself.
-        os._exit(1)
+    # Where the server has ended before that, who asked may have begun by itself.
+    die_with(server)
     for stream, target in zip(streams, (0, 1, 2), strict=True):
         os.dup2(stream, target)
         os.close(stream)

@@ -19,9 +19,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from .parent import die_with
+
 READY = "ready"
 MAX_REQUEST_BYTES = 262_144
-_PR_SET_PDEATHSIG = 1
 _ADOPTION_SECONDS = 5.0
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
@@ -69,9 +70,7 @@ def _become_worker(
         if time.monotonic() > end:
             os._exit(1)
         time.sleep(0.001)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != supervisor:
-        os._exit(1)
+    die_with(supervisor)
     for descriptor, target in zip(output, (1, 2), strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)

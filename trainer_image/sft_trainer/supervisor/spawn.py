@@ -1,7 +1,7 @@
 """The two ways to start a worker: as a new process, or as a fork of one that has imported everything."""
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import select
@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from .output import Output
+from .parent import die_with
 from .preload import READY
 
-_PR_SET_PDEATHSIG = 1
 _FORK_SECONDS = 5.0
 _IMPORT_SECONDS = 300.0
 # Imports must leave a process that can be forked: no threads of numpy's BLAS and of Arrow's allocator, no CUDA.
@@ -24,7 +24,6 @@ NOTHING_STARTS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def start_process(
@@ -36,13 +35,6 @@ def start_process(
     inherit: Sequence[int] = (),
 ) -> int:
     """Start ``command`` in a session of its own that dies with this process; its pid. Raises OSError when it cannot."""
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
     process = subprocess.Popen(
         command,
         env=environment,
@@ -51,7 +43,7 @@ def start_process(
         stderr=stderr,
         start_new_session=True,
         pass_fds=inherit,
-        preexec_fn=die_with_parent,
+        preexec_fn=functools.partial(die_with, os.getpid()),
     )
     # ``workers.reap`` reaps it; Popen must not try.
     process.returncode = 0
