@@ -1,7 +1,6 @@
 """Objects that go to S3 in parts, several at a time, from the memory in which they lie."""
 
 import base64
-import io
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import UploadGone
-from sft_trainer.checkpoint.store import WriteStream
+from sft_trainer.checkpoint.store import SizedReader, WriteStream
 from sft_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,17 +24,15 @@ _SENT_AT_ONCE = 512 * 2**10
 urllib3 leaves in force while it sends: 8 MiB at once were never sent over a connection that takes less than 1 MB/s."""
 
 
-class Body(io.RawIOBase):
+class Body(SizedReader):
     """Pieces of memory as one file, which are sent one after the other without a copy that joins them."""
 
     def __init__(self, views: Sequence[memoryview], hashed: bool) -> None:
         """``hashed``: a digest of these bytes is kept elsewhere."""
-        super().__init__()
+        super().__init__(sum(view.nbytes for view in views))
         self.hashed = hashed
         # Each is sent by itself, which does not pay for many small ones.
         self.views = tuple(views) if len(views) <= _MOST_VIEWS else (memoryview(b"".join(views)),)
-        self._size = sum(view.nbytes for view in views)
-        self._position = 0
 
     def __len__(self) -> int:
         return self._size
@@ -45,20 +42,6 @@ class Body(io.RawIOBase):
         return tuple(
             view[start : start + _SENT_AT_ONCE] for view in self.views for start in range(0, view.nbytes, _SENT_AT_ONCE)
         )
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
 
     def readinto(self, buffer: Any, /) -> int:
         start = 0

@@ -235,13 +235,11 @@ def filled(buffer: memoryview, readinto: Callable[[memoryview], int | None]) -> 
     return start
 
 
-class RangeReader(io.RawIOBase):
-    """A seekable stream over ranged reads, each of which is retried by the store on its own."""
+class SizedReader(io.RawIOBase):
+    """A seekable stream of a known size: who inherits from it reads at ``_position``, and moves that on."""
 
-    def __init__(self, store: Store, key: str, size: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self._store = store
-        self._key = key
         self._size = size
         self._position = 0
 
@@ -258,6 +256,15 @@ class RangeReader(io.RawIOBase):
 
     def tell(self) -> int:
         return self._position
+
+
+class RangeReader(SizedReader):
+    """Over ranged reads, each of which is retried by the store on its own."""
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        super().__init__(size)
+        self._store = store
+        self._key = key
 
     def readall(self) -> bytes:
         # The inherited one asks for 8 KiB at a time, which would be a request each.
