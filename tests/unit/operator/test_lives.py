@@ -242,10 +242,8 @@ def make_life(kind: str, seed: int) -> Life:
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int) -> None:
-    life = make_life(kind, seed)
+def play_to_the_end(life: Life) -> None:
+    """Let things happen to ``life``, and check how it ends; what went wrong is told with what happened before."""
     try:
         life.play(HAPPENINGS)
         check_end(life)
@@ -254,3 +252,9 @@ def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int
         raise AssertionError(f"{error}\n\n{log}") from (None if isinstance(error, Violation) else error)
     finally:
         life.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_happens_to_a_job_what_is_told_of_it_holds(kind: str, seed: int) -> None:
+    play_to_the_end(make_life(kind, seed))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.operator.played.cluster import Violation
 from tests.unit.operator.stored_lives import StoredLife
-from tests.unit.operator.test_lives import ENDS, HAPPENINGS, NODES, SHOWN_LINES, USUAL, check_end, check_status
+from tests.unit.operator.test_lives import ENDS, NODES, USUAL, check_status, play_to_the_end
 
 PLACES = {"delete": 12, "set_policy": 8, "set_time_to_live": 6, "make_again": 4}
 STORE = {"lose_store": 8, "find_store": 12, "trouble_store": 10, "slow_store": 8, "delete_without_store": 5}
@@ -42,12 +41,4 @@ KINDS = {
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_a_job_and_its_place_what_is_to_stay_stays_and_all_else_goes(kind: str, seed: int) -> None:
-    life = StoredLife(seed, KINDS[kind], on_status=check_status)
-    try:
-        life.play(HAPPENINGS)
-        check_end(life)
-    except Exception as error:
-        log = "\n".join(life.story.lines[-SHOWN_LINES:])
-        raise AssertionError(f"{error}\n\n{log}") from (None if isinstance(error, Violation) else error)
-    finally:
-        life.close()
+    play_to_the_end(StoredLife(seed, KINDS[kind], on_status=check_status))
