@@ -7,6 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.manager import CheckpointManager
+from tests.topologies import here
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -18,6 +21,13 @@ def whole(tensors: Tensors, kind: str = WEIGHT) -> list[Box]:
 
 def everything(tensor: torch.Tensor) -> Rectangle:
     return Rectangle((0,) * tensor.ndim, tuple(tensor.shape))
+
+
+def started(store: LocalStore) -> CheckpointManager:
+    """A process that is alone in its run."""
+    manager = CheckpointManager(store, here())
+    manager.claim_attempt("job")
+    return manager
 
 
 def part(

@@ -24,11 +24,9 @@ from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.checkpoint.manager import CheckpointManager
 from sft_trainer.checkpoint.reading import read_boxes
 from sft_trainer.errors import ConfigError
-from tests.topologies import here
-from tests.unit.checkpoint.boxed import whole
+from tests.unit.checkpoint.boxed import started, whole
 
 IDENTITY = CheckpointId(attempt=1, step=4)
 Document = dict[str, Any]
@@ -39,12 +37,6 @@ Numbers = npt.NDArray[np.float32]
 def store(tmp_path: Path) -> LocalStore:
     shutil.copytree(Path(__file__).with_name("format_1"), tmp_path / "store")
     return LocalStore(tmp_path / "store")
-
-
-def started(store: LocalStore) -> CheckpointManager:
-    manager = CheckpointManager(store, here())
-    manager.claim_attempt("job")
-    return manager
 
 
 def as_it_was_written(store: LocalStore) -> dict[str, Numbers]:

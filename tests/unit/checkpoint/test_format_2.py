@@ -17,9 +17,7 @@ from sft_trainer.boxes import Box
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.inspecting import damage, folders_of
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.checkpoint.manager import CheckpointManager
-from tests.topologies import here
-from tests.unit.checkpoint.boxed import whole
+from tests.unit.checkpoint.boxed import started, whole
 
 IDENTITY = CheckpointId(attempt=1, step=4)
 NAME = "model.norm.weight"
@@ -35,12 +33,6 @@ def store(tmp_path: Path) -> LocalStore:
 def room() -> list[Box]:
     weight, moment = torch.full((12, 5), 77.0), torch.full((12, 5), 77.0)
     return whole({NAME: weight.bfloat16()}) + whole({NAME: moment}, "exp_avg")
-
-
-def started(store: LocalStore) -> CheckpointManager:
-    manager = CheckpointManager(store, here())
-    manager.claim_attempt("job")
-    return manager
 
 
 def test_all_of_it_is_read_and_what_is_saved_next_is_of_the_newest_format(store: LocalStore) -> None:
