@@ -53,7 +53,7 @@ class Watching(Listener):
 class Ended:
     losses: dict[int, float]
     weights: dict[str, Numbers]
-    """Of the whole live model."""
+    """Whole."""
     error: str
     """What the run was refused with."""
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +25,7 @@ from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.quantised import packed_weights
 from sft_trainer.trainer import Trainer
 from tests.integration.checkpoint import ranks
-from tests.integration.checkpoint.test_frozen_base import Watching
+from tests.integration.checkpoint.test_frozen_base import Ended, Watching, same
 from tests.parity.mixtures import make_mixture
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
@@ -39,17 +36,8 @@ OF_EXPERTS: dict[str, Any] = {"targetModules": ["all-linear", "experts"], "exper
 STEPS = 4
 
 
-@dataclass(frozen=True)
-class Ended:
-    losses: dict[int, float]
-    weights: dict[str, npt.NDArray[np.float32]]
-    """Of all that is trained, whole."""
-    error: str
-    """What the run was refused with."""
-
-
 def train(config: TrainerConfig, folder: Path, last: int | None, rank: int, size: int, port: int) -> Ended:
-    """One process of a run up to its end, or up to step ``last``."""
+    """One process of a run up to its end, or up to step ``last``, with the weights of all that is trained, whole."""
     os.environ["SFT_CACHE_DIR"] = str(folder.parent / "cache")
     watching = Watching(last)
     run_dir = folder / f"run-{rank}"
@@ -101,12 +89,6 @@ def run(
     first, *others = ranks.answers(started)
     assert all(other.error == first.error and other.losses == first.losses for other in others)
     return first
-
-
-def same(left: Ended, right: Ended) -> bool:
-    return left.weights.keys() == right.weights.keys() and all(
-        np.array_equal(value, right.weights[name]) for name, value in left.weights.items()
-    )
 
 
 def newest(folder: Path) -> Manifest:
