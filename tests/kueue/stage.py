@@ -19,7 +19,7 @@ from tests.cluster import lifecycle
 from tests.cluster.access import Cluster
 from tests.integration.kubernetes_api import kubernetes_api
 from tests.integration.operator import scene as scenes
-from tests.integration.operator.scene import Object, OperatorProcess, Scene, training
+from tests.integration.operator.scene import Object, OperatorProcess, Scene, index_of, training
 
 from .manager import Manager, install_crds, kueue_manager, priority_class, queue_objects
 
@@ -55,7 +55,7 @@ class Kubelet(threading.Thread):
         if pod["metadata"].get("deletionTimestamp"):
             if phase not in ("Failed", "Succeeded"):
                 self.scene.end_pod(pod, 30)
-        elif phase == "Pending" and not self.away.is_set() and not (self.half.is_set() and _index(pod)):
+        elif phase == "Pending" and not self.away.is_set() and not (self.half.is_set() and index_of(pod)):
             self.scene.run_pod(pod)
 
 
@@ -182,10 +182,6 @@ class Stage:
         self.scene.delete("sftjobs", name)
         self.until(lambda: self.scene.get("sftjobs", name) is None)
         self.until(lambda: self.scene.get("jobs", name) is None)
-
-
-def _index(pod: Object) -> int:
-    return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
 
 
 _LABELS = {"priority": PRIORITY_LABEL, "execution": EXECUTION_LABEL}

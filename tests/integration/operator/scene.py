@@ -275,7 +275,7 @@ class Scene:
         """Pods that have not ended, by index."""
         found = self.list("pods", f"?labelSelector=sftjob.dev/job={job}")
         live = [pod for pod in found if pod["status"].get("phase") not in ("Failed", "Succeeded")]
-        return sorted(live, key=_index)
+        return sorted(live, key=index_of)
 
     def until_pods(self, job: str, count: int, seconds: float = PATIENCE_SECONDS) -> list[Object]:
         pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None, seconds)
@@ -394,7 +394,7 @@ def _container(state: Object, ready: bool) -> Object:
     return {"name": "trainer", "image": "x", "imageID": "x", "ready": ready, "restartCount": 0, "state": state}
 
 
-def _index(pod: Object) -> int:
+def index_of(pod: Object) -> int:
     return int(pod["metadata"]["annotations"]["batch.kubernetes.io/job-completion-index"])
 
 
