@@ -151,9 +151,7 @@ class Cluster:
         body = ListBody()
         headers = {"Accept": "application/json"}
         async with self.session.get(url, headers=headers, timeout=LIST_TIMEOUT, allow_redirects=False) as response:
-            self._answered("list", kind, response)
-            if response.status >= 300:
-                raise _error(response.status, response.headers.get("Retry-After", ""), await response.read())
+            await self._accepted("list", kind, response)
             try:
                 async for data in response.content.iter_any():
                     for item in body.feed(data):
@@ -185,9 +183,7 @@ class Cluster:
         url, body = f"{self._url(kind, namespace)}?{urlencode(query)}", WatchBody(kind)
         headers = {"Accept": "application/json"}
         async with self.session.get(url, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            self._answered("watch", kind, response)
-            if response.status >= 300:
-                raise _error(response.status, response.headers.get("Retry-After", ""), await response.read())
+            await self._accepted("watch", kind, response)
             async for data in response.content.iter_any():
                 for event in body.feed(data):
                     if event is None:
@@ -306,9 +302,11 @@ class Cluster:
             raise aiohttp.ClientPayloadError(f"the answer is no JSON: {error}") from error
         return document
 
-    def _answered(self, verb: str, kind: str, response: aiohttp.ClientResponse) -> None:
+    async def _accepted(self, verb: str, kind: str, response: aiohttp.ClientResponse) -> None:
         self._on_answer(verb, kind, response.status)
         self._clock.heard(response.headers.get("Date", ""))
+        if response.status >= 300:
+            raise _error(response.status, response.headers.get("Retry-After", ""), await response.read())
 
 
 def _error(code: int, retry: str, answer: bytes) -> ApiError:
