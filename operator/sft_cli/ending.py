@@ -62,6 +62,8 @@ class Times:
     start: datetime
     first_step: datetime | None
     end: datetime
+    seconds: float
+    """From start to end, whatever became of the machine's clock meanwhile."""
 
 
 def is_retried(incident: Incident) -> bool:
@@ -117,7 +119,7 @@ def run_status(
         goodput=account(
             None,
             devices,
-            gpu_seconds=devices.all * (times.end - times.start).total_seconds(),
+            gpu_seconds=devices.all * times.seconds,
             until=times.end,
             spent=progress.spent,
         ),

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
             held |= {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()}
         files = _write_files(run)
         _introduce(run, files, options.overrides)
-        start = datetime.now(UTC)
+        start, began = datetime.now(UTC), time.monotonic()
         with (
             Interruptions() as interruptions,
             Supervisor(
@@ -109,7 +110,6 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
                     display,
                     LogTail(files.log) if options.verbose else None,
                     max_restarts=job.spec.run_policy.max_restarts,
-                    start=start,
                 )
                 returncode = follower.follow(interruptions)
             finally:
@@ -120,7 +120,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
                 interrupted=interruptions.count > 0,
                 given_up=follower.given_up,
             )
-    times = Times(start, follower.first_step, datetime.now(UTC))
+    times = Times(start, follower.first_step, datetime.now(UTC), seconds=time.monotonic() - began)
     status = run_status(
         run.config.plan, follower.progress, follower.restarts, ending, times, devices=local_devices(run.config)
     )
@@ -128,7 +128,7 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
         job,
         status,
         ending,
-        seconds=(times.end - times.start).total_seconds(),
+        seconds=times.seconds,
         command=_command(manifest, options),
         log=files.log,
     )
@@ -148,14 +148,11 @@ class Follower:
         tail: LogTail | None,
         *,
         max_restarts: int,
-        start: datetime,
     ) -> None:
-        """``start`` of the command."""
         self._supervisor = supervisor
         self._display = display
         self._tail = tail
         self._max_restarts = max_restarts
-        self._start = start
         self._said: set[str] = set()
         self.progress = Progress()
         """The last report."""
@@ -183,8 +180,8 @@ class Follower:
                 self._display.say(line, dim=True)
         if progress is None:
             return
-        # Claims carry what ended attempts of earlier commands on this machine: it is theirs.
-        incidents = [incident for incident in progress.incidents if incident.time >= self._start]
+        # Claims carry what ended attempts of earlier commands: it is theirs.
+        incidents = [incident for incident in progress.incidents if self._supervisor.has_seen(incident)]
         progress = self.progress = progress.model_copy(update={"incidents": incidents})
         self.restarts = count_incidents(self.restarts, progress.incidents)
         training = progress.training

@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from sft_api.progress import Progress, TerminationMessage, TrainingProgress
+from sft_api.progress import Incident, Progress, TerminationMessage, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE, REPORT_FILE
 from sft_trainer.supervisor.parent import die_with
 from sft_trainer.supervisor.workers import adopt_orphans, children
@@ -49,6 +49,7 @@ class Supervisor:
     ) -> None:
         """Start it. It holds the file descriptors ``inherited`` open for as long as it lives."""
         self._grace_seconds = grace_seconds
+        self._instance = os.urandom(6).hex()
         self._interrupted = False
         adopt_orphans()
         self._not_ours = set(children())
@@ -65,6 +66,7 @@ class Supervisor:
             ("--bind", _LOOPBACK),
             ("--port", port),
             ("--run-dir", run_dir),
+            ("--instance", self._instance),
         ):
             command += [option, str(value)]
         with log.open("ab") as output:
@@ -88,6 +90,14 @@ class Supervisor:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def has_seen(self, incident: Incident) -> bool:
+        """Whether ``incident`` is of this start. Claims carry what ended attempts of earlier ones.
+
+        No times are compared: a clock that was set back since would make failures of earlier starts ours, or ours
+        theirs, which nobody would count then.
+        """
+        return incident.id.startswith(f"{self._instance}-")
 
     def progress(self) -> Progress | None:
         """What the supervisor reports now; None when it does not answer, as before it is up."""

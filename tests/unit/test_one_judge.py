@@ -45,6 +45,9 @@ class Played:
             self._ended = 0
         return self.last_report(Progress())
 
+    def has_seen(self, incident: Incident) -> bool:
+        return incident.id.startswith("run-")
+
     def last_report(self, heard: Progress) -> Progress:
         return Progress(training=TrainingProgress(step=1000), incidents=list(self._incidents[: self.told]))
 
@@ -54,7 +57,7 @@ class Played:
 
 def with_sft_run(incidents: Sequence[Incident], max_restarts: int, *, at_once: bool) -> tuple[Verdict, RestartsStatus]:
     supervisor = Played(incidents, at_once=at_once)
-    follower = Follower(cast("Supervisor", supervisor), PlainDisplay(), None, max_restarts=max_restarts, start=NOW)
+    follower = Follower(cast("Supervisor", supervisor), PlainDisplay(), None, max_restarts=max_restarts)
     follower.follow(Interruptions())
     return (follower.given_up.message if follower.given_up else "", supervisor.told), follower.restarts
 
@@ -122,10 +125,11 @@ def test_the_verdict_and_its_sentence_are_the_same(
     assert local.model_dump(exclude=shown) == cluster.model_dump(exclude=shown)
 
 
-def test_what_ended_earlier_attempts_counts_in_the_cluster_and_not_against_another_sft_run() -> None:
+@pytest.mark.parametrize("hours", [-1, 1], ids=["the clock went on", "the clock was set back since"])
+def test_what_ended_earlier_attempts_counts_in_the_cluster_and_not_against_another_sft_run(hours: int) -> None:
     incidents = history(*[OOM] * 2)
     earlier = [
-        each.model_copy(update={"time": NOW - timedelta(hours=1), "id": f"before-{each.id}"}) for each in incidents
+        each.model_copy(update={"time": NOW + timedelta(hours=hours), "id": f"before-{each.id}"}) for each in incidents
     ]
 
     assert with_sft_run([*earlier, *incidents], 10, at_once=True)[1].failures == 2

@@ -73,6 +73,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=environment("SFT_PORT", str(PROGRESS_PORT)))
     parser.add_argument("--bind", help="address to listen on; all when absent")
     parser.add_argument("--run-dir", type=Path, default=environment("SFT_RUN_DIR"), help="a new folder when absent")
+    parser.add_argument("--instance", default="", help="what ids of its incidents begin with; made up when absent")
     parser.add_argument("--worker-module", default="sft_trainer", help="each worker is python -m of this")
     parser.add_argument("--preload", nargs="*", help="modules imported once for all workers; none: no such process")
     parser.add_argument(
@@ -146,6 +147,7 @@ def _settings(options: argparse.Namespace, config: TrainerConfig, run_dir: Path)
         silent_after=options.silent_after,
         token=identity.group_token(config.job.uid, os.environ),
         version=identity.code_version(),
+        instance=options.instance,
         pod_uid=os.environ.get(identity.POD_VARIABLE, ""),
         host=os.environ.get(identity.HOST_VARIABLE, ""),
         judged_first=options.judged_first,

@@ -1,5 +1,6 @@
 """How a local run ended, and the status of it."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,7 +17,7 @@ from .jobs import job
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 DEVICES = Devices("Processes", 2, 1)
-TIMES = Times(START, START + timedelta(seconds=5), START + timedelta(seconds=60))
+TIMES = Times(START, START + timedelta(seconds=5), START + timedelta(seconds=60), seconds=60)
 PLAN = make_plan(job().spec)
 CHECKPOINT = CheckpointStatus(
     step=8, attempt=2, uri="file:///c/8", time="2026-11-21T12:00:30Z", size_bytes=10, verified=True
@@ -67,6 +68,14 @@ def test_a_complete_run() -> None:
         "2026-11-21T12:01:00Z",
     )
     assert SFTJobStatus.model_validate(shown.model_dump(mode="json", by_alias=True, exclude_none=True)) == shown
+
+
+def test_a_clock_that_was_set_back_takes_no_time_away() -> None:
+    times = replace(TIMES, end=START - timedelta(hours=1))
+    shown = run_status(PLAN, Progress(training=TRAINING), RestartsStatus(), Ending(None), times, devices=DEVICES)
+
+    assert shown.goodput is not None
+    assert shown.goodput.gpu_seconds == 120
 
 
 def test_a_run_that_was_stopped_early_is_complete() -> None:

@@ -175,7 +175,7 @@ def test_an_outage_of_the_store_is_warned_of_once(phase: Phase, then: str, capsy
         def last_report(self, heard: Progress) -> Progress:
             return Progress(training=WAITS.model_copy(update={"phase": phase}))
 
-    follower = Follower(cast("Supervisor", Told()), PlainDisplay(), None, max_restarts=3, start=NOW)
+    follower = Follower(cast("Supervisor", Told()), PlainDisplay(), None, max_restarts=3)
     follower.follow(Interruptions())
 
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Warning")]

@@ -69,7 +69,7 @@ class Node:
         self._output = output
         self._clock = AwakeClock()
         self._cgroup = Cgroup()
-        self._instance = os.urandom(6).hex()
+        self._instance = settings.instance or os.urandom(6).hex()
         self._wake = asyncio.Event()
         self._order: Order | None = None
         self._workers: Workers | None = None

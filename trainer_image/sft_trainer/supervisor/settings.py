@@ -56,6 +56,8 @@ class Settings:
     """Of the group."""
     version: str = ""
     """Of the trainer's code."""
+    instance: str = ""
+    """What the ids of this supervisor's incidents begin with; it makes one up where this is empty."""
     pod_uid: str = ""
     host: str = ""
     """Kubernetes node of this pod; empty outside of a cluster."""
