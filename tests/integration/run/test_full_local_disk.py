@@ -1,14 +1,21 @@
 """A disk of the machine that is full: what processes tell on it is not worth a run that saves elsewhere."""
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.rundir import PROGRESS_FILE
+from sft_trainer.errors import StorageFullError
+from sft_trainer.export.companions import companions
+from sft_trainer.models.causal_lm import build_on_meta
+from sft_trainer.outage import is_outage
 from sft_trainer.reporting import Reporter
 from sft_trainer.supervisor.activity import Activities
-from tests.integration.run.disks import fill, small_disk
+from tests.integration.run.disks import enlarge, fill, small_disk
+from tests.parity.mask_tokenizers import chat_tokenizer
 
 
 def told(folder: Path) -> TrainingProgress:
@@ -55,3 +62,22 @@ def test_a_disk_that_is_full_from_the_first_word_on_is_said(tmp_path: Path) -> N
         fill(disk / "filler")
         with pytest.raises(OSError, match="No space left"):
             Reporter(disk / "run", writes=True).phase(Phase.STARTING)
+
+
+def test_an_export_waits_for_room_in_the_temporary_folder(
+    tiny_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a run that is to export where temporary files find no room: what tells the tokenizer of it is no OSError
+    model = build_on_meta(tiny_inputs.model)
+    with small_disk(tmp_path / "disk", kilobytes=8) as disk:
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+
+        # Then it is said to be full, and no error without a name that is tried from the model on till it is enough
+        with pytest.raises(StorageFullError, match=f"{disk}: the disk is full .* or set TMPDIR") as full:
+            companions(model, tiny_inputs.model, chat_tokenizer("chatml"), "")
+        assert is_outage(full.value)
+        assert not list(disk.iterdir())
+
+        # And the export goes on once there is some
+        enlarge(disk, 1024)
+        assert "tokenizer.json" in companions(model, tiny_inputs.model, chat_tokenizer("chatml"), "")

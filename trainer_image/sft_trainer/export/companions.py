@@ -2,8 +2,10 @@
 
 import json
 import logging
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from sft_api.checkpoints import BEST_METRIC, Manifest
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.data.tokenizer import Codec
+from sft_trainer.errors import DISK_FULL, StorageFullError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.overrides import in_words
@@ -18,6 +21,8 @@ from sft_trainer.models.overrides import in_words
 log = logging.getLogger("sft_trainer")
 
 _GENERATION_CONFIG = "generation_config.json"
+_NUMBER_OF_ERROR = re.compile(r"\(os error (\d+)\)")
+"""As libraries in Rust tell it, whose exceptions are no OSError."""
 
 
 def companions(
@@ -29,8 +34,7 @@ def companions(
     adapters, which then stands for the model's as ``EXPORT_ADAPTER_CONFIG``.
     """
     huggingface: Any = model.huggingface
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
+    with _scratch() as folder:
         tokenizer.save_pretrained(folder)
         if huggingface.can_generate() and huggingface.generation_config is not None:
             huggingface.generation_config.save_pretrained(folder)
@@ -50,6 +54,23 @@ def companions(
         names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
         last = (EXPORT_CONFIG, EXPORT_ADAPTER_CONFIG)
         return {name: (folder / name).read_bytes() for name in sorted(names, key=lambda name: (name in last, name))}
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for what libraries write into files only. Raises StorageFullError where it has no room for that."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+    except Exception as error:
+        told = _NUMBER_OF_ERROR.search(str(error))
+        number = error.errno if isinstance(error, OSError) else int(told[1]) if told else None
+        if number not in DISK_FULL:
+            raise
+        raise StorageFullError(
+            f"{tempfile.gettempdir()}: the disk is full ({error}), and the tokenizer of an export is written there "
+            "first: free space, or set TMPDIR to another folder"
+        ) from error
 
 
 def _name_no_code(file: Path) -> None:
