@@ -1,5 +1,6 @@
 """What commands print: results on stdout, everything said on the way on stderr, colour where somebody looks at it."""
 
+import errno
 import os
 import re
 import sys
@@ -9,6 +10,13 @@ from typing import Any, TextIO
 
 import click
 
+from sft_api.failures import ExitCode
+
+from .errors import UserError
+
+_NOBODY_READS = frozenset({errno.EPIPE, errno.EIO})
+"""Errors of a pipe that nobody reads any more, and of a terminal that is gone."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -56,13 +64,22 @@ def coloured(stream: TextIO) -> bool:
 
 
 def result(text: str, **style: Any) -> None:
-    """A line of what the command was asked for; ``style`` as of ``click.style``."""
+    """A line of what the command was asked for; ``style`` as of ``click.style``.
+
+    Raises UserError where it goes into a file for which there is no room.
+    """
     text = harmless(text, sys.stdout)
     try:
         click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
-    except BrokenPipeError:
+    except OSError as error:
         # Who reads it has seen enough, as `head` has: the rest goes nowhere, and the exit code stays the command's own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno not in _NOBODY_READS:
+            raise UserError(
+                f"standard output cannot be written ({error.strerror}): make room where it goes, then give the "
+                "command again",
+                exit_code=ExitCode.STORAGE_FULL if error.errno in _FULL else ExitCode.CONFIG_ERROR,
+            ) from error
 
 
 def say(text: str, **style: Any) -> None:

@@ -48,6 +48,29 @@ def test_a_reader_that_has_seen_enough_is_no_error(good: Path) -> None:
         assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands for a disk that is full")
+def test_a_full_disk_that_standard_output_goes_to_is_no_error_in_sft(good: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "sft_cli.main", "plan", str(good)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert done.returncode == 15
+    assert done.stderr == (
+        "standard output cannot be written (No space left on device): make room where it goes, then give the command "
+        "again\n"
+    )
+
+
+def test_what_is_written_to_a_terminal_that_is_gone_is_no_error(good: Path) -> None:
+    terminal, program = os.openpty()
+    os.close(terminal)
+    command = [sys.executable, "-m", "sft_cli.main", "plan", str(good)]
+    done = subprocess.run(command, stdout=program, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(program)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("command", "closed"), [("validate", ">&-"), ("plan", "2>&-"), ("validate", "<&- >&- 2>&-"), ("plan", ">&- 2>&-")]
 )
