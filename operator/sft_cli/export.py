@@ -84,12 +84,12 @@ def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
     spec = job.spec
     try:
         option = "--from"
-        given = CheckpointSpec(uri=checkpoints or spec.checkpoint.uri or local_checkpoints(Path.cwd(), job)).uri
-        assert given is not None  # noqa: S101
-        uri = given.rstrip("/")
+        # What nobody has given is no URI that somebody wrote: the current folder may be where pods find a claim.
+        given = CheckpointSpec(uri=checkpoints or spec.checkpoint.uri).uri
+        uri = (given or local_checkpoints(Path.cwd(), job)).rstrip("/")
         option = "--to"
-        place = (to or spec.export.uri or default_export(uri)).rstrip("/")
-        export = ExportSpec(at_end=True, uri=place, merge_adapter=spec.export.merge_adapter)
+        asked = ExportSpec(at_end=True, uri=to or spec.export.uri, merge_adapter=spec.export.merge_adapter)
+        export = asked.model_copy(update={"uri": (asked.uri or default_export(uri)).rstrip("/")})
     except ValidationError as error:
         raise UserError(*(f"{option}: {problem}" for problem in sentences(error))) from error
     changed = {"checkpoint": spec.checkpoint.model_copy(update={"uri": uri}), "export": export}

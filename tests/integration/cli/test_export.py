@@ -96,6 +96,25 @@ def test_the_newest_the_best_or_any_step(tmp_path: Path, run: dict[str, Any], op
     assert f"| steps | {step} |" in card
 
 
+def test_a_folder_that_no_manifest_could_name_is_no_reason_to_refuse_what_sft_run_saved_there(
+    tmp_path: Path, tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is one below /mnt/pvc, where a pod with a shell finds a claim: a manifest has to name the claim."""
+    folder = tmp_path / "of two\nlines"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    document = manifest(tiny_inputs, tmp_path)
+    checkpoint(tiny_inputs, document, 2)
+    (folder / "sft-runs").mkdir()
+    (tmp_path / "run").rename(folder / "sft-runs" / "tiny")
+    del document["spec"]["checkpoint"]
+
+    done = sft(tmp_path, document)
+
+    assert (done.exit_code, done.stdout) == (0, f"{folder}/sft-runs/tiny/export\n"), done.stderr
+    assert "--from: uri: must be s3://" in sft(tmp_path, document, "--from", str(folder)).stderr
+
+
 def test_adapters_are_exported_alone_or_merged_as_the_manifest_says(tmp_path: Path, tiny_inputs: Any) -> None:
     # Given the checkpoint of a run with adapters
     document = manifest(tiny_inputs, tmp_path, lora={"rank": 2})
