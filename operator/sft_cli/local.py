@@ -1,6 +1,7 @@
 """From an SFTJob to a run on this machine: everything is decided here, before anything is started."""
 
 import hashlib
+import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,8 +113,16 @@ def _folder(working_folder: Path, job: SFTJob) -> Path:
 
 
 def local_checkpoints(working_folder: Path, job: SFTJob) -> str:
-    """Where checkpoints go when ``job`` does not say."""
-    return f"{FILE_SCHEME}{_folder(working_folder, job)}"
+    """Where checkpoints go when ``job`` does not say. Raises UserError where the folder's name cannot be written."""
+    uri = f"{FILE_SCHEME}{_folder(working_folder, job)}"
+    try:
+        uri.encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"the name of the current folder is not UTF-8 ({os.fsencode(working_folder)!r}): run sft in another one, "
+            "or name another place in spec.checkpoint.uri"
+        ) from None
+    return uri
 
 
 def local_devices(config: TrainerConfig) -> Devices:
@@ -147,7 +156,7 @@ def local_uid(checkpoint_uri: str, folder: Path) -> str:
     """
     locked = checkpoint_uri.startswith(FILE_SCHEME)
     here = [socket.gethostname(), _machine_id(), *([] if locked else [str(folder.resolve())]), checkpoint_uri]
-    return "local-" + hashlib.sha256("\n".join(here).encode()).hexdigest()[:16]
+    return "local-" + hashlib.sha256("\n".join(here).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _machine_id() -> str:

@@ -108,9 +108,14 @@ def _load(
 
 
 def _start_the_trainer(*needed: str) -> None:
-    """For commands that use the trainer. Raises UserError where one of the ``needed`` packages is not installed."""
+    """For commands that use the trainer. Raises UserError where one of the ``needed`` packages is not installed, or the
+    current folder is gone: there torch ends the process while it is imported."""
     if any(importlib.util.find_spec(package) is None for package in needed or ("torch",)):
         raise UserError("the trainer is not installed here: pip install '.[cli,trainer]' in its checkout")
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise UserError("the current folder is no longer there: change into one that is, and run sft again") from None
     gc.enable()
 
 

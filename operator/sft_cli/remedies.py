@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def absolute_path(value: Any) -> str:
         return ""
     path = Path(value).expanduser()
     if value.startswith((".", "~")) or path.exists():
-        return f" (here file://{Path.cwd().joinpath(path).resolve()})"
+        with suppress(FileNotFoundError):  # the current folder is gone
+            return f" (here file://{Path.cwd().joinpath(path).resolve()})"
     return ""
 
 

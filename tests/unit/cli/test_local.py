@@ -1,5 +1,6 @@
 """From an SFTJob to a run on this machine."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,17 @@ def test_the_uid_is_stable_and_belongs_to_the_place_of_the_checkpoints() -> None
 
     assert first.config.job.uid == again.config.job.uid
     assert first.config.job.uid != other.config.job.uid
+
+
+def test_a_folder_whose_name_is_not_utf_8_asks_for_another_place() -> None:
+    folder = Path(os.fsdecode(b"/home/k\xe4se"))
+
+    assert problems(job(), folder=folder) == (
+        "the name of the current folder is not UTF-8 (b'/home/k\\xe4se'): run sft in another one, or name another "
+        "place in spec.checkpoint.uri",
+    )
+    assert uid_of("file:///there", folder) == uid_of("file:///there", Path("/w"))
+    assert uid_of("s3://bucket/run", folder) != uid_of("s3://bucket/run", Path("/w"))
 
 
 def uid_of(uri: str, folder: Path) -> str:

@@ -71,6 +71,29 @@ def test_what_is_written_to_a_terminal_that_is_gone_is_no_error(good: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", ["run GOOD", "export GOOD", "checkpoints list tiny", "validate BAD"])
+def test_a_current_folder_that_is_gone_is_said(command: str, tmp_path: Path) -> None:
+    """As a shell that another one has removed the folder of."""
+    good = written(tmp_path, manifest(model={"uri": f"file://{tmp_path}"}, compute={"gpusPerNode": 0}), "good.yaml")
+    bad = written(tmp_path, manifest(model={"uri": "./model"}), "bad.yaml")
+    words = command.replace("GOOD", str(good)).replace("BAD", str(bad))
+    script = f'mkdir "$1" && cd "$1" && rmdir "$1" && "$0" -m sft_cli.main {words}'
+
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable, str(tmp_path / "gone")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 10
+    if words.startswith("validate"):
+        assert "only an absolute path says the same everywhere" in done.stderr + done.stdout
+    else:
+        assert done.stderr == "the current folder is no longer there: change into one that is, and run sft again\n"
+
+
 @pytest.mark.parametrize(
     ("command", "closed"), [("validate", ">&-"), ("plan", "2>&-"), ("validate", "<&- >&- 2>&-"), ("plan", ">&- 2>&-")]
 )
