@@ -22,6 +22,19 @@ _POLL_TIMEOUT_SECONDS = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
+def supervisor_environment(environment: Mapping[str, str], termination: Path) -> dict[str, str]:
+    """``environment`` for a supervisor that leaves its last words in ``termination``, and for its workers."""
+    return {
+        # The processes of one machine need no network: by the address of its name, where that is none of the loopback,
+        # they would wait for one another for ever once Wi-Fi or a VPN gives the machine another one.
+        "GLOO_SOCKET_IFNAME": "lo",
+        **environment,
+        "SFT_TERMINATION_LOG": str(termination),
+        # The current folder is the user's: a file called datasets.py there is no business of the trainer.
+        "PYTHONSAFEPATH": "1",
+    }
+
+
 _Document = TypeVar("_Document", bound=BaseModel)
 
 
@@ -75,12 +88,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={
-                    **environment,
-                    "SFT_TERMINATION_LOG": str(self._termination),
-                    # The current folder is the user's: a file called datasets.py there is no business of the trainer.
-                    "PYTHONSAFEPATH": "1",
-                },
+                env=supervisor_environment(environment, self._termination),
                 start_new_session=True,
                 # Also when ``sft`` is killed with SIGKILL it so saves and leaves, and takes its workers along.
                 preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
