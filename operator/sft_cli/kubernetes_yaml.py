@@ -74,9 +74,7 @@ def read_documents(text: str) -> list[Any]:
 def _documents(text: str) -> list[Any]:
     if text.lstrip().startswith("{"):
         try:
-            document = json.loads(text, object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)
-            _check_levels(document)
-            return [document]
+            return _json_documents(text)
         except json.JSONDecodeError:
             pass  # YAML in flow style looks like JSON at its start
     try:
@@ -88,6 +86,21 @@ def _documents(text: str) -> list[Any]:
         raise kind(f"line {mark.line + 1}: {said}" if mark else str(error)) from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
+
+
+def _json_documents(text: str) -> list[Any]:
+    """Every document of ``text``, which may be several behind one another: jq writes them so, and kubectl takes them.
+
+    Raises ``json.JSONDecodeError``.
+    """
+    decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)
+    documents, rest = list[Any](), text.strip()
+    while rest:
+        document, end = decoder.raw_decode(rest)
+        _check_levels(document)
+        documents.append(document)
+        rest = rest[end:].lstrip()
+    return documents
 
 
 def _remedy(problem: str) -> str:

@@ -98,6 +98,9 @@ def test_documents_without_content_are_passed_over() -> None:
 def test_json_is_read_too() -> None:
     assert read_documents('{"a": 1.0,\n\t"b": [1e-5, "yes"]}') == [{"a": 1, "b": [1e-5, "yes"]}]
     assert read_documents("{a: 1, b: yes}") == [{"a": 1, "b": True}]
+    # As jq writes several, and kubectl takes them; and with YAML's line between them
+    assert read_documents('{"a": 1}\n{"a": 1.0}{"b": []}\n') == [{"a": 1}, {"a": 1}, {"b": []}]
+    assert read_documents('{"a": 1}\n---\n{b: yes}\n') == [{"a": 1}, {"b": True}]
 
 
 def test_numbers_of_very_many_digits_are_read_as_anything_else_that_is_no_whole_number() -> None:
