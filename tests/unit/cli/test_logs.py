@@ -24,3 +24,15 @@ def test_the_last_lines_are_those_of_the_worker_that_failed(tmp_path: Path) -> N
     assert last_lines(log, 0, 2) == ["[rank 0] c", "[rank 0] d"]
     assert last_lines(log, 5, 2) == ["[rank 0] c", "[rank 0] d"]
     assert last_lines(log, None, 1) == ["[rank 0] d"]
+
+
+def test_a_log_that_somebody_has_removed_ends_no_run(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("a\n")
+    tail = LogTail(log)
+    assert tail.new_lines() == ["a"]
+
+    log.unlink()
+
+    assert tail.new_lines() == []
+    assert last_lines(log, 0, 20) == []
