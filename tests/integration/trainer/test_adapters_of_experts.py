@@ -34,8 +34,10 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.exporting import make_model
 from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, adapters_of, filled, strategy, their_loss
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
 from tests.unit.trainer.test_some_modules import strategy as with_modules
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EVERYTHING: dict[str, Any] = {"rank": 4, "expertRank": 3, "alpha": 10, "targetModules": ["all-linear", "experts"]}

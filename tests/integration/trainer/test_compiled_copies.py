@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.trainer.test_fsdp_strategy import process_group, with_copies_and_without
+from tests.unit.trainer.test_fsdp_strategy import with_copies_and_without
 
-pytestmark = pytest.mark.usefixtures(process_group.__name__)
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def test_compiled_layers_with_copies_compute_what_those_of_fsdp_do_to_the_last_bit(

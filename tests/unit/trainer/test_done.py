@@ -27,7 +27,8 @@ from tests.exports import content
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.exporting import checkpoint, trained
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture

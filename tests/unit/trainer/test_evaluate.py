@@ -13,7 +13,8 @@ from sft_trainer.evaluate import EvaluationBins, evaluate
 from sft_trainer.late import LateFigures
 from sft_trainer.topology import Topology
 from tests.unit.trainer.test_feed import Numbers
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def test_sums_are_those_of_one_bin_after_the_other_to_the_last_bit(monkeypatch: 
 
 
 def test_bins_are_prepared_by_a_thread_no_more_than_two_ahead(
-    process_group: None,  # noqa: F811
+    process_group: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: set[str] = set()
@@ -91,7 +92,7 @@ def test_bins_are_prepared_by_a_thread_no_more_than_two_ahead(
 
 
 def test_stages_are_given_several_bins_of_a_set_at_a_time(
-    process_group: None,  # noqa: F811
+    process_group: None,
 ) -> None:
     """One alone goes through stages of which all but one wait."""
     given: list[int] = []

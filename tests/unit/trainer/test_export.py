@@ -23,9 +23,10 @@ from sft_trainer.models.weights import load_weights
 from tests.exports import content, export, export_live, exported, model_in, save
 from tests.unit.checkpoint.boxed import whole
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model, trained
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
 from tests.unit.trainer.test_names_and_files import EXPERTS, empty
 from tests.unit.trainer.test_names_and_files import save as save_random
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize("block", [2**27, 3000], ids=["large blocks", "small blocks"])

@@ -28,7 +28,9 @@ from tests.parity.runs import resolve
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model
 from tests.unit.trainer.test_export_folder import Watched, full_at
 from tests.unit.trainer.test_lora import adapters_of, filled, strategy
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6, "excludeModules": ["1.mlp.up_proj"]}
 SPEC = LoraSpec.model_validate(LORA)

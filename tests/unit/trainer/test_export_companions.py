@@ -19,7 +19,8 @@ from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
 from tests.unit.checkpoint.boxed import whole
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.mark.parametrize(("eos", "added"), [(0, True), ([0], True), (None, True), ("end", False), (["end", 0], False)])

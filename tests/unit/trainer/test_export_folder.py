@@ -14,7 +14,8 @@ from sft_trainer.checkpoint.store import StoredObject, WriteStream
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageFullError, StorageUnavailableError
 from tests.exports import content, export, exported
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model, trained
-from tests.unit.trainer.test_models import process_group  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Watched(LocalStore):

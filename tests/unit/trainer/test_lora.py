@@ -25,7 +25,9 @@ from tests.adapters_of_peft import plain_name
 from tests.bins import random_bin
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 9, 14)

@@ -22,7 +22,9 @@ from tests.mxfp4 import pack, packed
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_lora import BINS, TRAINED, filled, strategy
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 

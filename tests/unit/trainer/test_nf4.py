@@ -24,7 +24,9 @@ from sft_trainer.trainable import trainable_of
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_lora import BINS, TRAINED, filled, strategy
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 WIDE: dict[str, Any] = {
     "hidden_size": 64,

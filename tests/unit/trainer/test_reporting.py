@@ -39,8 +39,10 @@ from sft_trainer.supervisor.activity import Activities
 from sft_trainer.supervisor.liveness import Pod, find_hang
 from sft_trainer.topology import Topology
 from tests.unit.data.examples import FakeExamples
-from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import build, save_model
 from tests.unit.trainer.test_run_story import step_done
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def written(folder: Path) -> TrainingProgress:

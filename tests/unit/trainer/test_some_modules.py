@@ -22,7 +22,9 @@ from tests.architectures import accepted
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, their_loss
-from tests.unit.trainer.test_models import process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def strategy(folder: Path, modules: list[str], **fields: Any) -> FsdpStrategy:

@@ -20,7 +20,9 @@ from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
-from tests.unit.trainer.test_models import build, process_group, save_model  # noqa: F401 - a fixture
+from tests.unit.trainer.test_models import build, save_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 INDEX = "model.safetensors.index.json"
 
