@@ -53,7 +53,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
-_STALLED = frozenset({"Stalled"})
+_TOLD = frozenset({"Stalled", "Failed"})
 
 
 class OperatorMetrics:
@@ -118,6 +118,9 @@ class JobCollector(Collector):
         stalled = GaugeMetricFamily(
             "sft_job_stalled", "1 while somebody has to act, labelled with why.", labels=(*labels, "reason")
         )
+        failed = GaugeMetricFamily(
+            "sft_job_failed_timestamp_seconds", "When the job failed, as long as it is so.", labels=labels
+        )
         restarts = GaugeMetricFamily("sft_job_restarts", "Restarts by kind.", labels=(*labels, "kind"))
         checkpoint = GaugeMetricFamily(
             "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
@@ -130,9 +133,11 @@ class JobCollector(Collector):
         )
         for job, status in jobs:
             states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
-            condition = conditions_of({"status": status}, _STALLED).get("Stalled")
-            if condition is not None and condition.status:
-                stalled.add_metric((*job, condition.reason), 1.0)
+            told = {kind: each for kind, each in conditions_of({"status": status}, _TOLD).items() if each.status}
+            if "Stalled" in told:
+                stalled.add_metric((*job, told["Stalled"].reason), 1.0)
+            if "Failed" in told and (time := told["Failed"].time):
+                failed.add_metric(job, time.timestamp())
             for kind in ("failures", "disruptions"):
                 restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
             if nodes := status.get("avoidedNodes"):
@@ -143,7 +148,7 @@ class JobCollector(Collector):
             for cause, part in LOST_CAUSES.items():
                 if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
                     lost.add_metric((*job, cause), seconds)
-        yield from (states, stalled, restarts, avoided, checkpoint, lost)
+        yield from (states, stalled, failed, restarts, avoided, checkpoint, lost)
         figures: list[tuple[CounterMetricFamily | GaugeMetricFamily, tuple[str, ...]]] = [
             *((CounterMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _COUNTERS),
             *((GaugeMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _FIGURES),

@@ -18,7 +18,7 @@ from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.deletion import with_warnings
 from sft_operator.decisions.news import build_event, news
 from sft_operator.decisions.spec import InvalidSpec, read_spec
-from sft_operator.decisions.status import compute_status, write_status
+from sft_operator.decisions.status import compute_status, refused_status, retried_status, write_status
 from sft_operator.metrics import OperatorMetrics
 from tests.unit.operator.make import (
     NOW,
@@ -27,6 +27,7 @@ from tests.unit.operator.make import (
     make_child,
     make_job,
     make_pod,
+    make_terms,
     report,
     running,
     stamp,
@@ -248,6 +249,25 @@ def test_that_somebody_has_to_act_is_a_metric_while_it_is_so() -> None:
 
     assert told(waits) == ['sft_job_stalled{name="tulu",namespace="team",reason="ImagePull"} 1.0']
     assert told(compute_status(make_job(), waits, running(report=report(training(5))), NOW)) == []
+
+
+def test_when_a_job_failed_is_a_metric_until_it_begins_again() -> None:
+    manifest = job_manifest()
+    metrics = OperatorMetrics(lambda: [manifest], lambda: 0)
+    failed = compute_status(make_job(), TRAINED, running(job=make_child(conditions={"Failed": ("x", "")})), NOW)
+    refused = refused_status(1, TRAINED, "InvalidSpec", "no such field", NOW)
+    again = retried_status(make_terms(), failed, "word", NOW)
+
+    def told(status: SFTJobStatus) -> list[str]:
+        manifest["status"] = write_status(status)
+        return re.findall(r"sft_job_failed_timestamp_seconds\{.*", generate_latest(metrics.registry).decode())
+
+    for status in (failed, refused):
+        (line,) = told(status)
+        name, value = line.split()
+        assert name == 'sft_job_failed_timestamp_seconds{name="tulu",namespace="team"}'
+        assert float(value) == NOW.timestamp()
+    assert told(again) == told(TRAINED) == []
 
 
 def test_what_an_alert_looks_for_is_counted_from_zero_on() -> None:
