@@ -113,15 +113,14 @@ def operator_access(cluster: Cluster, path: Path) -> Path:
     return path
 
 
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(binary("helm")), *arguments], capture_output=True, text=True, check=False)
+
+
 def render_chart(*settings: str) -> list[Object]:
     """Objects of the chart, without the CRD."""
     values = [f"--set={setting}" for setting in ("crds.install=false", *settings)]
-    done = subprocess.run(
-        [str(binary("helm")), "template", "sft-operator", str(CHART), f"--namespace={OPERATOR_NAMESPACE}", *values],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = helm("template", "sft-operator", str(CHART), f"--namespace={OPERATOR_NAMESPACE}", *values)
     assert done.returncode == 0, done.stderr
     return [item for item in yaml.safe_load_all(done.stdout) if item]
 

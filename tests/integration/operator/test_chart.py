@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import yaml
 from sft_operator.config import LeaderElectionSettings, PodSettings, Settings, load_settings
 from tests.certificates import self_signed
 from tests.cluster.access import Cluster
-from tests.cluster.binaries import binary
 from tests.integration.kubernetes_api import KubernetesApi
 from tests.integration.operator.scene import (
     CHART,
@@ -23,16 +21,13 @@ from tests.integration.operator.scene import (
     Object,
     StartOperator,
     Supervisors,
+    helm,
     new_scene,
     render_chart,
 )
 
 DIGEST = f"sha256:{'0123456789abcdef' * 4}"
 OUTER_NAME = f"{OPERATOR_NAMESPACE}-sft-operator"
-
-
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(binary("helm")), *arguments], capture_output=True, text=True, check=False)
 
 
 def settings_of(objects: list[Object], folder: Path) -> Any:

@@ -1,0 +1,238 @@
+"""What the chart brings for the Prometheus Operator: alerts that name series which there are, and what scrapes them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import promql_parser as promql
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from sft_api.failures import FailureClass
+from sft_api.generate import ROOT
+from sft_api.progress import Phase, Progress, StorageOutage
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1.status import State
+from sft_operator.builders.job import build_job
+from sft_operator.config import PodSettings, Settings
+from sft_operator.decisions.status import write_status
+from sft_operator.metrics import OperatorMetrics
+from sft_trainer.supervisor.metrics import render
+from tests.integration.operator.scene import CHART, OPERATOR_NAMESPACE, Object, helm, render_chart
+from tests.unit.operator.make import NOW, at, job_manifest, make_job, report, running, training
+from tests.unit.operator.statuses import status_of
+
+RULES = "metrics.prometheusRule.enabled=true"
+PODS = ("metrics.podMonitor.enabled=true", "networkPolicy.metricsNamespaces={monitoring}")
+SCRAPED = {"namespace", "job", "pod"}
+"""Labels that what is scraped has by the Prometheus Operator."""
+
+
+def monitoring(*settings: str) -> dict[str, Object]:
+    objects = render_chart(*settings)
+    return {item["kind"]: item for item in objects if item["apiVersion"] == "monitoring.coreos.com/v1"}
+
+
+def rules(*settings: str) -> list[Object]:
+    groups = monitoring(RULES, *settings)["PrometheusRule"]["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def parts(expression: str) -> list[promql.Expr]:
+    found: list[promql.Expr] = []
+    promql.walk(promql.parse(expression), lambda part: found.append(part))
+    return found
+
+
+def selectors(expression: str) -> Iterator[promql.VectorSelector]:
+    for part in parts(expression):
+        if isinstance(part, promql.MatrixSelector):
+            yield part.vector_selector
+        elif isinstance(part, promql.VectorSelector):
+            yield part
+
+
+def series(text: bytes) -> dict[str, dict[str, set[str]]]:
+    """Values of each label, by the names of the series."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            known = found.setdefault(sample.name, {})
+            for label, value in sample.labels.items():
+                known.setdefault(label, set()).add(value)
+    return found
+
+
+def told() -> dict[str, dict[str, set[str]]]:
+    """What the registries of operator and trainer tell of a run whose store refuses, of one in each state, and of one
+    that hung."""
+    outage = StorageOutage(since=at(-60), ends=at(3540), failure=FailureClass.ACCESS_DENIED, message="no")
+    last = training(5, phase=Phase.TRAINING, storage_outage=outage)
+    refuses = write_status(status_of(running(report=report(last))))
+    hung = {"goodput": {"lostGpuSeconds": {"hanging": 60.0}}}
+    failed = {"conditions": [{"type": "Failed", "status": "True", "lastTransitionTime": "2026-01-01T12:00:00Z"}]}
+    statuses = [refuses, hung, failed, *(write_status(SFTJobStatus(state=state)) for state in get_args(State))]
+    jobs = [{**job_manifest(), "status": status} for status in statuses]
+    of_operator = series(generate_latest(OperatorMetrics(lambda: jobs, lambda: 0).registry))
+    of_pods = series(render(Progress(training=last), Counter(), NOW))
+    # By the relabelling of the PodMonitor.
+    return of_operator | {name: {**labels, "name": {"tulu"}} for name, labels in of_pods.items()}
+
+
+def test_nothing_of_it_is_there_unless_asked_for() -> None:
+    assert monitoring() == {}
+    assert list(monitoring("metrics.serviceMonitor.enabled=true")) == ["ServiceMonitor"]
+    assert list(monitoring(RULES)) == ["PrometheusRule"]
+    assert list(monitoring(*PODS)) == ["PodMonitor"]
+
+
+def test_helm_has_nothing_against_it() -> None:
+    values = (RULES, *PODS, "metrics.serviceMonitor.enabled=true", "metrics.prometheusRule.labels.release=one")
+    done = helm("lint", "--strict", str(CHART), *(f"--set={value}" for value in values))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_values_of_a_chart_that_did_not_know_it_are_no_fault() -> None:
+    """With ``helm upgrade --reuse-values`` they are all that there is."""
+    nulls = ("metrics.podMonitor=null", "metrics.prometheusRule=null")
+    assert monitoring(*nulls) == {}
+    assert list(monitoring("metrics.podMonitor=null", RULES)) == ["PrometheusRule"]
+    (endpoint,) = monitoring("metrics.podMonitor.interval=null", *PODS)["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["interval"] == "30s"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("metrics.prometheusRule.enabled=perhaps", "/metrics/prometheusRule/enabled"),
+        ("metrics.prometheusRule.interval=30s", "'interval'"),
+        ("metrics.prometheusRule.labels.a=1", "/metrics/prometheusRule/labels/a"),
+        ("metrics.podMonitor.interval=soon", "/metrics/podMonitor/interval"),
+        ("metrics.podMonitor.port=1", "'port'"),
+        ("metrics.serviceMonitor.interval=soon", "/metrics/serviceMonitor/interval"),
+        ("metrics.podMonitor.enabled=true", "name its namespace there"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(setting: str, words: str) -> None:
+    done = helm("template", "x", str(CHART), f"--set={setting}")
+
+    assert done.returncode != 0
+    assert words in done.stderr
+
+
+def test_it_is_found_by_the_labels_by_which_a_prometheus_selects() -> None:
+    kinds = ("serviceMonitor", "podMonitor", "prometheusRule")
+    values = [f"metrics.{kind}.{setting}" for kind in kinds for setting in ("enabled=true", "labels.release=one")]
+
+    found = monitoring(*values, *PODS)
+
+    assert len(found) == len(kinds)
+    for item in found.values():
+        assert item["metadata"]["labels"]["release"] == "one"
+        assert item["metadata"]["labels"]["app.kubernetes.io/name"] == "sft-operator"
+        assert item["metadata"]["namespace"] == OPERATOR_NAMESPACE
+
+
+@pytest.mark.parametrize("settings", [(), PODS, ("watchNamespace=team", "settings.resyncSeconds=1000", *PODS)])
+def test_the_rules_have_the_shape_that_a_prometheus_rule_has(settings: tuple[str, ...]) -> None:
+    rule = monitoring(RULES, *settings)["PrometheusRule"]
+
+    assert set(rule) == {"apiVersion", "kind", "metadata", "spec"}
+    assert set(rule["spec"]) == {"groups"}
+    groups = rule["spec"]["groups"]
+    assert [set(group) for group in groups] == [{"name", "rules"}] * len(groups)
+    assert len({group["name"] for group in groups}) == len(groups)
+    found = [each for group in groups for each in group["rules"]]
+    assert len({each["alert"] for each in found}) == len(found)
+    for each in found:
+        assert {"alert", "expr", "labels", "annotations"} <= set(each)
+        assert set(each) <= {"alert", "expr", "for", "keep_firing_for", "labels", "annotations"}
+        assert re.fullmatch("SFT[A-Za-z]+", each["alert"])
+        assert each["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(each["annotations"]) == {"summary", "description"}
+        for time in (each.get("for", "1m"), each.get("keep_firing_for", "1m")):
+            assert re.fullmatch("[0-9]+m", time)
+        texts = [each["alert"], each["expr"], *each["labels"].values(), *each["annotations"].values()]
+        assert all(isinstance(text, str) and text for text in texts)
+
+
+@pytest.mark.parametrize("settings", [PODS, ("watchNamespace=team", *PODS)])
+def test_every_series_of_a_rule_is_one_that_is_told(settings: tuple[str, ...]) -> None:
+    known = told()
+
+    for rule in rules(*settings):
+        found = list(selectors(rule["expr"]))
+        assert found
+        for selector in found:
+            assert selector.name in known, rule["alert"]
+            labels = known[selector.name]
+            for matcher in selector.matchers.matchers:
+                assert matcher.name in SCRAPED | set(labels), (rule["alert"], matcher.name)
+                if matcher.name not in SCRAPED:
+                    assert set(matcher.value.split("|")) <= labels[matcher.name], (rule["alert"], matcher.value)
+        for part in parts(rule["expr"]):
+            named: list[str] = []
+            if isinstance(part, promql.AggregateExpr):
+                named = part.modifier.labels if part.modifier else []
+            elif isinstance(part, promql.BinaryExpr) and part.modifier and part.modifier.matching:
+                named = part.modifier.matching.labels
+            assert all(set(named) <= SCRAPED | set(known[each.name]) for each in selectors(part.prettify()))
+
+
+def test_the_words_of_an_alert_name_labels_that_it_has() -> None:
+    for rule in rules(*PODS):
+        first = next((part for part in parts(rule["expr"]) if isinstance(part, promql.AggregateExpr)), None)
+        has = {*(first.modifier.labels if first else ()), *rule["labels"]}
+        for text in rule["annotations"].values():
+            assert set(re.findall(r"\$labels\.(\w+)", text)) <= has, rule["alert"]
+            assert text.count("{{") == text.count("}}")
+
+
+def test_without_the_pods_series_no_rule_asks_for_them() -> None:
+    assert [rule["alert"] for rule in rules() if "sft_trainer" in rule["expr"]] == []
+    with_pods = {rule["alert"] for rule in rules(*PODS)}
+    assert with_pods > {rule["alert"] for rule in rules()}
+
+
+def test_releases_of_one_namespace_each_tell_of_that_alone() -> None:
+    for rule in rules("watchNamespace=team", *PODS):
+        first = next(selectors(rule["expr"]))
+        (namespace,) = [each.value for each in first.matchers.matchers if each.name == "namespace"]
+        assert namespace == (OPERATOR_NAMESPACE if first.name.startswith("sft_operator") else "team")
+
+
+def test_an_operator_that_looks_rarely_is_given_the_time() -> None:
+    (usual,) = [rule for rule in rules() if rule["alert"] == "SFTOperatorNotReconciling"]
+    (rarely,) = [rule for rule in rules("settings.resyncSeconds=1800") if rule["alert"] == "SFTOperatorNotReconciling"]
+
+    assert (usual["for"], "[10m]" in usual["expr"]) == ("10m", True)
+    assert (rarely["for"], "[90m]" in rarely["expr"]) == ("90m", True)
+
+
+@pytest.mark.parametrize("settings", [PODS, ("metrics.podMonitor.enabled=true", "networkPolicy.enabled=false")])
+def test_the_pod_monitor_finds_the_pods_of_jobs(settings: tuple[str, ...]) -> None:
+    monitor = monitoring(*settings)["PodMonitor"]["spec"]
+    template: Any = build_job(make_job(), Settings(pods=PodSettings(image="trainer:1")))["spec"]["template"]
+    (expression,) = monitor["selector"]["matchExpressions"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+
+    assert expression["operator"] == "Exists"
+    assert expression["key"] in template["metadata"]["labels"]
+    ports = [port["name"] for container in template["spec"]["containers"] for port in container["ports"]]
+    assert endpoint["port"] in ports
+    assert monitor["namespaceSelector"] == {"any": True}
+    of_one = monitoring("watchNamespace=team", *settings)["PodMonitor"]["spec"]
+    assert of_one["namespaceSelector"] == {"matchNames": ["team"]}
+
+
+def test_every_alert_is_told_of_in_the_docs() -> None:
+    page = (ROOT / "docs" / "platform.md").read_text()
+
+    assert [
+        rule["alert"] for rule in rules(*PODS) if f"| `{rule['alert']}` | {rule['labels']['severity']}" not in page
+    ] == []
