@@ -258,7 +258,9 @@ def _released(
 
 def _resume(terms: Terms, child: ChildJob, release: Release | None, observed: Observed, now: datetime) -> Turn:
     avoided = avoided_of(child)
-    if child.queue and avoided.nodes and not observed.active_pods:
+    # Newer API servers (KEP-5440) refuse another template until the Job's controller has seen that it rests.
+    can_change = child.rest_seen and not observed.active_pods
+    if child.queue and avoided.nodes and can_change:
         # Kueue takes the template for the user's own, and nobody could lift what stands there.
         return Turn(renewal=Renewal(Avoided({}), tried=None))
     if not child.released or terms.suspend:
@@ -274,8 +276,8 @@ def _resume(terms: Terms, child: ChildJob, release: Release | None, observed: Ob
     tried = release._replace(tried=True).written()
     if release.avoid is None:
         return Turn({**_annotated(tried), "spec": {"suspend": False}})
-    if observed.active_pods:
-        return Turn()  # they save; their ends will tell
+    if not can_change:
+        return Turn()  # pods save; their ends will tell
     kept = {node: avoided.nodes.get(node, now) for node in release.avoid}
     return Turn(renewal=Renewal(Avoided(kept, None if kept else now), tried))
 

@@ -314,6 +314,11 @@ class ChildJob:
         return self.suspended or self._holds("Suspended") is not None
 
     @property
+    def rest_seen(self) -> bool:
+        """Whether its controller has come to its being suspended."""
+        return self.suspended and self._holds("Suspended") is not None
+
+    @property
     def complete(self) -> Condition | None:
         """Its condition Complete, when it holds."""
         return self._holds("Complete")

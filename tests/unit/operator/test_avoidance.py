@@ -197,11 +197,14 @@ def turn(observed: Observed, seconds: float, restarts: RestartsStatus, **terms: 
     return take_turn(KEY, manifest, make_terms(**terms), observed, Rivals(), at(seconds), restarts)
 
 
+RESTS = {"Suspended": ("JobSuspended", "")}
+
+
 def marked(patch: Object | None, **fields: Any) -> ChildJob:
     assert patch is not None
     assert patch["spec"] == {"suspend": True}
     said = patch["metadata"]["annotations"]["sftjob.dev/released"]
-    return replace(make_child(suspend=True), released=said, **fields)
+    return replace(make_child(suspend=True, conditions=RESTS), released=said, **fields)
 
 
 def test_the_group_rests_until_all_have_ended_and_begins_anew_elsewhere() -> None:
@@ -255,7 +258,7 @@ def test_what_is_in_a_queue_is_not_moved_and_what_joins_one_gets_its_own_templat
     restarts = against("node-a")
 
     assert turn(running(job=make_child(queue="gpus")), 10, restarts) == Turn()
-    joined = Observed(job=avoiding("node-a", suspend=True, queue="gpus"))
+    joined = Observed(job=avoiding("node-a", suspend=True, queue="gpus", conditions=RESTS))
     assert turn(joined, 10, restarts) == Turn(renewal=Renewal(Avoided({}), tried=None))
 
 

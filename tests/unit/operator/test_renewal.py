@@ -54,6 +54,14 @@ def pods_end(world: World) -> None:
     for kind, name in list(world.api.objects):
         if kind == "Pod":
             world.picture.remove("Pod", world.api.objects.pop((kind, name)))
+    if job(world)["spec"]["suspend"]:
+        condition_of_rest(world, "True")
+
+
+def condition_of_rest(world: World, status: str) -> None:
+    """What the Job's controller says of whether it is suspended."""
+    said = {"type": "Suspended", "status": status, "lastTransitionTime": stamp(0)}
+    world.api.keep("Job", merged(job(world), {"status": {"conditions": [said]}}))
 
 
 def job(world: World) -> Object:
@@ -99,6 +107,22 @@ def test_it_rests_and_begins_anew_elsewhere() -> None:
     assert "startTime" not in job(world)["status"]
     assert world.status["avoidedNodes"] == ["node-a"]
     assert world.status["restarts"].get("disruptions", 0) == 0
+
+
+def test_its_template_waits_for_the_controller_to_see_that_it_rests() -> None:
+    """Kubernetes 1.37 lets nobody change it before, and a run for which that was refused stayed on its node for a day."""
+    world = world_with_suspect()
+    world.look()
+    pods_end(world)
+    condition_of_rest(world, "False")
+    pass_time(world, 3)
+    assert job(world)["spec"]["suspend"] is True
+    assert affinity(world) is None
+
+    condition_of_rest(world, "True")
+    world.look()
+    assert job(world)["spec"]["suspend"] is False
+    assert affinity(world) == AFFINITY
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
