@@ -8,6 +8,7 @@ that are not strings become strings. Duplicate keys are refused, as the API serv
 import json
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import yaml
@@ -28,8 +29,16 @@ _MOST_DIGITS = 1000
 """Of numbers that are read as whole ones."""
 _MOST_LEVELS = 250
 """Of JSON, which is read to any depth almost, and then walked by functions that call themselves."""
+_MOST_REPEATED = 1_000_000
+"""Values that aliases and merges stand for: a few lines of YAML make billions of them, through which nothing walks in
+any time. No object that a cluster takes has as many."""
+_SPACE = re.compile(r"\s*")
 _LARGEST_WRITTEN_OUT = 1e21
 """Go's JSON writes whole floats below this without a point or exponent: they come back as integers."""
+_TOO_MANY = (
+    f"its aliases (*name) and merges (<<) stand for more than {_MOST_REPEATED:,} values, as which no cluster takes an "
+    "object: write out what is meant"
+)
 
 
 _REMEDIES = {
@@ -78,7 +87,7 @@ def _documents(text: str) -> list[Any]:
         except json.JSONDecodeError:
             pass  # YAML in flow style looks like JSON at its start
     try:
-        return [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
+        documents = [document for document in yaml.load_all(text, Loader=_Loader) if document is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         kind = ForeignValueError if isinstance(error, _NotFiniteError) else YamlError
@@ -86,6 +95,8 @@ def _documents(text: str) -> list[Any]:
         raise kind(f"line {mark.line + 1}: {said}" if mark else str(error)) from error
     except yaml.YAMLError as error:
         raise YamlError(" ".join(str(error).split())) from error
+    _check_repeated(documents)
+    return documents
 
 
 def _json_documents(text: str) -> list[Any]:
@@ -94,13 +105,18 @@ def _json_documents(text: str) -> list[Any]:
     Raises ``json.JSONDecodeError``.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_json_number, parse_int=_json_number)
-    documents, rest = list[Any](), text.strip()
-    while rest:
-        document, end = decoder.raw_decode(rest)
+    documents, at = list[Any](), _behind_space(text, 0)
+    while at < len(text):
+        document, end = decoder.raw_decode(text, at)
         _check_levels(document)
         documents.append(document)
-        rest = rest[end:].lstrip()
+        at = _behind_space(text, end)
     return documents
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
 
 
 def _remedy(problem: str) -> str:
@@ -130,6 +146,8 @@ def plain_scalar(text: str) -> bool | int | float | str | None:
 def _check_levels(document: Any) -> None:
     level = [document]
     for _ in range(_MOST_LEVELS):
+        if not level:
+            return
         level = [
             item
             for each in level
@@ -138,6 +156,25 @@ def _check_levels(document: Any) -> None:
         ]
     if level:
         raise RecursionError
+
+
+def _check_repeated(document: Any) -> None:
+    """Raise ``YamlError`` where aliases make too much of what was written: one object stands in many places then."""
+    sizes: dict[int, int] = {}
+    written = 0
+
+    def size(value: Any) -> int:
+        nonlocal written
+        if not isinstance(value, dict | list):
+            return 1
+        if (known := sizes.get(id(value))) is None:
+            inside = value.values() if isinstance(value, dict) else value
+            written += len(inside)
+            known = sizes[id(value)] = 1 + sum(map(size, inside))
+        return known
+
+    if size(document) - written > _MOST_REPEATED:
+        raise YamlError(_TOO_MANY)
 
 
 def _json_number(text: str) -> int | float:
@@ -155,8 +192,8 @@ def _as_json(number: float) -> int | float:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise YamlError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise YamlError(f"duplicate key {name!r}")
     return result
 
 
@@ -169,6 +206,8 @@ class _Loader(yaml.SafeLoader):
 
     # Only the tags below have a meaning in JSON; without this PyYAML's own (dates, sets, binary) would apply.
     yaml_constructors = {}  # noqa: RUF012
+    merged_values = 0
+    """Copied so far out of what ``<<`` names."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
         if kind is not yaml.ScalarNode:
@@ -218,6 +257,9 @@ class _Loader(yaml.SafeLoader):
         sources = value if isinstance(value, list) else [value]
         if not all(isinstance(source, dict) for source in sources):
             self.fail("<< needs a map, or a list of maps", node)
+        self.merged_values += sum(map(len, sources))
+        if self.merged_values > _MOST_REPEATED:
+            raise YamlError(_TOO_MANY)
         return {name: item for source in reversed(sources) for name, item in source.items()}
 
     def key(self, node: yaml.Node) -> str:

@@ -1,5 +1,6 @@
 """YAML as Kubernetes reads it; tests/integration/test_kubernetes_yaml.py asks an API server about the same cases."""
 
+import itertools
 import math
 from typing import Any
 
@@ -149,3 +150,26 @@ def test_what_cannot_be_read_says_where(text: str, problem: str) -> None:
         read_documents(text)
 
     assert problem in str(caught.value)
+
+
+LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join(f'*{before}' for _ in range(9))}]\n"
+    for before, name in itertools.pairwise("abcdefghijklmn")
+)
+MERGES = f"a: &a {{{', '.join(f'k{number}: 1' for number in range(1100))}}}\nb:\n" + "- {<<: *a}\n" * 1000
+
+
+@pytest.mark.parametrize("text", [LAUGHS, MERGES], ids=["aliases", "merges"])
+def test_few_lines_do_not_stand_for_billions_of_values(text: str) -> None:
+    """What walks through them would never come to an end, or take all memory."""
+    with pytest.raises(YamlError, match="stand for more than 1,000,000 values"):
+        read_documents(text)
+
+
+def test_what_is_named_some_times_is_read() -> None:
+    text = f"a: &a [{', '.join('1' * 100)}]\nb: [{', '.join(['*a'] * 1000)}]\nc: [{', '.join('1' * 1000)}]\n"
+
+    ((document),) = read_documents(text)
+
+    assert len(document["b"]) == 1000
+    assert document["b"][999] == [1] * 100
