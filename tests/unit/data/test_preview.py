@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,19 @@ def test_text_with_brackets_and_with_colours(data: DataSpec, tmp_path: Path) -> 
     coloured = render_text(preview, color=True)
     assert "\x1b[1;32mThe 🙂\nway<|im_end|>\x1b[0m" in coloured
     assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == re.sub("[⟦⟧]", "", plain)
+
+
+def test_the_text_of_a_row_has_no_colours_of_its_own(data: DataSpec, tmp_path: Path) -> None:
+    """They would end those that say what is trained, or hide it."""
+    [preview] = previews(data, tmp_path, count=1)
+    text = preview.text.replace("way", "\x1b[0m\x1b[8mway")
+    preview = replace(preview, text=text, place="\x1b[2mrows.jsonl line 1")
+
+    shown = render_text(preview, color=True)
+
+    assert shown.startswith("\\x1b[2mrows.jsonl line 1: kept")
+    assert "\\x1b[0m\\x1b[8mway" in shown
+    assert re.findall("\x1b\\[[0-9;]*m", shown) == ["\x1b[2m", "\x1b[0m", "\x1b[1;32m", "\x1b[0m", "\x1b[2m", "\x1b[0m"]
 
 
 def test_a_row_without_text_is_shown_too(data: DataSpec, tmp_path: Path) -> None:

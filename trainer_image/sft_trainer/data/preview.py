@@ -126,12 +126,17 @@ def to_jsonl(previews: Iterable[Preview], *, ensure_ascii: bool = False) -> Iter
 
 
 def render_text(preview: Preview, *, color: bool) -> str:
-    """The row's text with what is trained set off: bold green on a terminal, ⟦in brackets⟧ elsewhere."""
+    """The row's text with what is trained set off: bold green on a terminal, ⟦in brackets⟧ elsewhere.
+
+    With colours those of the text itself are written out: it would end ours, or have what is trained not be seen.
+    """
+    place = preview.place
     if color:
-        parts = [f"{_TRAINED if s.trained else _CONTEXT}{s.text}{_RESET}" for s in preview.segments]
+        place = _without_colours(place)
+        parts = [f"{_TRAINED if s.trained else _CONTEXT}{_without_colours(s.text)}{_RESET}" for s in preview.segments]
     else:
         parts = [f"⟦{s.text}⟧" if s.trained else s.text for s in preview.segments]
-    head = f"{preview.place}: {preview.verdict}, {len(preview.tokens)} tokens, {preview.trained} trained"
+    head = f"{place}: {preview.verdict}, {len(preview.tokens)} tokens, {preview.trained} trained"
     if preview.straddling:
         head += f", {preview.straddling} of them begin before the answer"
     if preview.incomplete:
@@ -139,6 +144,10 @@ def render_text(preview: Preview, *, color: bool) -> str:
     if preview.trained and preview.context_answers:
         head += f", {_earlier(preview.context_answers)} context only (data.trainOn: lastAssistantMessage)"
     return f"{head}\n{''.join(parts)}"
+
+
+def _without_colours(text: str) -> str:
+    return text.replace("\x1b", "\\x1b")
 
 
 def _earlier(answers: int) -> str:
