@@ -42,7 +42,7 @@ def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
 def _content(config: Path) -> dict[str, Any]:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # sft run says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # sft run says what is wrong with it
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -79,8 +79,8 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     try:
         folder = Path(spec.model.uri.removeprefix(_FILE))
         shapes, layers_here = _shapes(folder), _layers(folder)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # sft run says what is wrong with the files
-        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None  # sft run says what is wrong with the files
     # Those that predict further tokens (GLM-4.5's) stand behind the others, and are not loaded.
     shapes = {
         name: shape

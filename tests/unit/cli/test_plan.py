@@ -220,7 +220,21 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     assert "1 layer with adapters" in told.out
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
+DEEP = b"[" * 100_000 + b"]" * 100_000
+"""JSON into which Python can read no further."""
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"\xff" * 40,
+        b"\x02\0\0\0\0\0\0\0[]",
+        b"\x02\0\0\0\0\0\0\0{}",
+        pytest.param(len(DEEP).to_bytes(8, "little") + DEEP, id="deep"),
+    ],
+)
 def test_what_is_trained_is_unknown_where_the_model_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
@@ -421,6 +435,16 @@ def test_sizes_that_are_none_are_told_and_nothing_is_reckoned_by_them(
     assert verdict.problems == ()
     (warning,) = verdict.warnings
     assert f"{tmp_path}/config.json has {words}" in warning
+
+
+def test_a_config_that_is_nested_too_deeply_is_as_one_that_is_no_json(tmp_path: Path) -> None:
+    from sft_cli.validate import verdict_on
+
+    (tmp_path / "config.json").write_bytes(DEEP)
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(model={"uri": f"file://{tmp_path}"}, compute=ON_ONE_GPU)))
+
+    assert verdict_on(path).problems == ()
 
 
 def test_validate_refuses_what_does_not_fit(tmp_path: Path) -> None:

@@ -486,7 +486,7 @@ def test_what_python_cannot_read_is_a_bad_row_too(tmp_path: Path) -> None:
         open_rows(tmp_path / "rows.json")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": null}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": null}', pytest.param("[" * 100_000, id="deep")])
 def test_a_broken_index_of_saved_splits_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "dataset_dict.json").write_text(content)
     with pytest.raises(

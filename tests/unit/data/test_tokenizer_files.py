@@ -58,5 +58,6 @@ def test_what_only_transformers_can_tell_is_left_to_it(folder: Path) -> None:
     assert read_codec(folder, None) is None
     change(folder, eos_token="<|not in the vocabulary|>")
     assert read_codec(folder, None) is None
-    (folder / "tokenizer_config.json").write_text("{")
-    assert read_codec(folder, None) is None
+    for wrong in ("{", "[" * 100_000 + "]" * 100_000):
+        (folder / "tokenizer_config.json").write_text(wrong)
+        assert read_codec(folder, None) is None

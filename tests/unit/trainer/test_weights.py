@@ -78,6 +78,10 @@ def index_that_is_none(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (folder / INDEX).write_text("<html>")
 
 
+def index_that_is_nested_too_deeply(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (folder / INDEX).write_text("[" * 100_000 + "]" * 100_000)
+
+
 def quantised(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     small = {name: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for name, t in tensors.items()}
     save_file(small, folder / "model.safetensors")
@@ -98,6 +102,7 @@ def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         (index_of_files_elsewhere, r"names .*secret\.safetensors, which is not in the folder of the model"),
         (index_of_an_absolute_path, r"names .*secret\.safetensors, which is not in the folder of the model"),
         (index_that_is_none, "is not an index of weights"),
+        (index_that_is_nested_too_deeply, "is not an index of weights"),
         (quantised, "stored as F8_E4M3: quantised weights cannot be trained"),
         (one_tensor_short, r"lacks 1 of the \d+ tensors of the model, the first is 'model\.norm\.weight'"),
     ],

@@ -304,7 +304,7 @@ def _is_hidden(path: Path) -> bool:
 def _saved_splits(file: Path) -> list[str]:
     try:
         return [str(name) for name in json.loads(file.read_bytes())["splits"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is not what save_to_disk writes: {error!r}; save the data set again") from error
 
 
@@ -313,5 +313,5 @@ def _saved_files(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / "state.json").read_text())
         return [folder / entry["filename"] for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{folder} is no complete save_to_disk folder: {error!r}") from error

@@ -26,7 +26,7 @@ def read_codec(folder: Path, chat_template: str | None) -> Codec | None:
         says_otherwise = any(
             known.get(token["content"]) != bool(token["special"]) for token in declared.values()
         ) or any(text not in known for text in special_tokens.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     unknown = {name for text in templates.values() for name in _VARIABLE.findall(text)} - special_tokens.keys()
     # Without that key it is in another file, or the default of a class.

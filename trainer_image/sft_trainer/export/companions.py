@@ -87,7 +87,7 @@ def _generation_settings(source: Path) -> dict[str, Any]:
     """What the model's own generation_config.json says; nothing when it has none, or a broken one."""
     try:
         settings = json.loads((source / _GENERATION_CONFIG).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
 

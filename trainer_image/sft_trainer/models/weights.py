@@ -36,7 +36,7 @@ def weight_files(path: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             files = {name: path / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{index} is not an index of weights ({error!r}): fetch the model again") from error
         outside = next((file for file in files.values() if not _is_below(path, file)), None)
         if outside is not None:
