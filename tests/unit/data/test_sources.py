@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -493,6 +494,31 @@ def test_a_broken_index_of_saved_splits_is_named(tmp_path: Path, content: str) -
         DataError, match=r"dataset_dict\.json is not what save_to_disk writes: .* save the data set again"
     ):
         open_rows(tmp_path)
+
+
+@pytest.mark.parametrize("split", ["", "train"])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_saved_data_set_names_no_file_of_another(tmp_path: Path, split: str, absolute: bool) -> None:
+    """What its author may not read would be trained: the data of others below one claim, or in one cache."""
+    private = write_arrow(tmp_path / "private.arrow", ROWS, stream=True)
+    folder = tmp_path / "theirs" / split
+    folder.mkdir(parents=True)
+    named = str(private) if absolute else os.path.relpath(private, folder)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": named}]}))
+    if split:
+        (tmp_path / "theirs" / "dataset_dict.json").write_text(json.dumps({"splits": [split]}))
+
+    with pytest.raises(DataError, match="which is not in the folder of the data set"):
+        open_rows(tmp_path / "theirs")
+
+
+def test_a_saved_data_set_names_no_split_of_another(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "private")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "dataset_dict.json").write_text('{"splits": ["../private"]}')
+
+    with pytest.raises(DataError, match="which is not in the folder of the data set"):
+        open_rows(tmp_path / "theirs")
 
 
 def test_a_saved_data_set_with_a_file_of_no_known_kind_is_refused(tmp_path: Path) -> None:

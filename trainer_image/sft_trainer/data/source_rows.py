@@ -252,7 +252,7 @@ def _listed(names: Sequence[str]) -> str:
 def find_files(path: Path) -> Files:
     """The data files in ``path``, or the file itself. Raises DataError when there are none, or of several kinds."""
     if (path / "dataset_dict.json").is_file():
-        return Files({name: _saved_files(path / name) for name in _saved_splits(path / "dataset_dict.json")})
+        return Files({name: _saved_files(path, name) for name in _saved_splits(path / "dataset_dict.json")})
     if (path / "state.json").is_file():
         return Files({"train": _saved_files(path)})
     root, files = (path.parent, [path]) if path.is_file() else (path, sorted(_files_below(path)))
@@ -308,10 +308,18 @@ def _saved_splits(file: Path) -> list[str]:
         raise DataError(f"{file} is not what save_to_disk writes: {error!r}; save the data set again") from error
 
 
-def _saved_files(folder: Path) -> list[Path]:
-    """The files that ``save_to_disk`` wrote, in order."""
+def _saved_files(root: Path, split: str = "") -> list[Path]:
+    """The files that ``save_to_disk`` wrote into the data set ``root`` for a ``split``, in order.
+
+    Raises DataError where they are said to lie elsewhere: who wrote a data set has no say in what else is trained.
+    """
+    folder = root / split
     try:
         state = json.loads((folder / "state.json").read_text())
-        return [folder / entry["filename"] for entry in state["_data_files"]]
+        names = [Path(split, entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{folder} is no complete save_to_disk folder: {error!r}") from error
+    outside = next((name for name in names if name.is_absolute() or ".." in name.parts), None)
+    if outside is not None:
+        raise DataError(f"{folder} names {outside}, which is not in the folder of the data set: save it again")
+    return [root / name for name in names]
