@@ -57,6 +57,8 @@ ExportChoice = Literal["last", "best"]
 """Which checkpoint a complete run exports."""
 ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
+LONGEST_RECORD = 16 * 2**20
+"""Bytes, so many of which are read at most: a record, or a sign of life, takes some kB, and others may write there."""
 _OWN_DIGEST = "sha256"
 """Of all else in a record. Those of older versions have none."""
 TAKE_OVER_VARIABLE = "SFT_TAKE_OVER"
@@ -318,6 +320,8 @@ def decode_done(raw: bytes) -> Done:
 
 
 def _decoded(raw: bytes, model: type[Stored]) -> Stored:
+    if len(raw) >= LONGEST_RECORD:
+        raise RecordError(f"it has {LONGEST_RECORD} bytes or more, which no record needs")
     try:
         document = json.loads(raw)
     except (ValueError, RecursionError) as error:

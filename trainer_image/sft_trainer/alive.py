@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sft_api.place import ALIVE_KEY, Beat
+from sft_api.place import ALIVE_KEY, LONGEST_RECORD, Beat
 from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 
@@ -107,7 +107,7 @@ def say_ended(config: TrainerConfig, store: Store, attempt: int) -> None:
 def read_beat(store: Store) -> Beat | bytes | None:
     """The sign of life in ``store``; its bytes when they say nothing to this program."""
     try:
-        raw = store.read(ALIVE_KEY)
+        raw = store.read(ALIVE_KEY, LONGEST_RECORD)
     except StorageNotFoundError:
         return None
     try:

@@ -14,6 +14,7 @@ from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
 from sft_api.place import (
     DONE_KEY,
+    LONGEST_RECORD,
     ORIGIN_FIELD,
     RUN_KEY,
     Done,
@@ -45,7 +46,7 @@ def read_record(store: Store, sleep: Callable[[float], None] = time.sleep) -> Ru
         # On file systems without hard links it is empty for an instant.
         sleep(wait)
         try:
-            return decode_record(store.read(RUN_KEY))
+            return decode_record(store.read(RUN_KEY, LONGEST_RECORD))
         except StorageNotFoundError:
             return None
         except RecordError as error:
@@ -59,7 +60,7 @@ def read_record(store: Store, sleep: Callable[[float], None] = time.sleep) -> Ru
 def read_done(store: Store) -> Done | None:
     """The word that the run in ``store`` is complete; raises ``ConfigError`` for one that cannot be read."""
     try:
-        return decode_done(store.read(DONE_KEY))
+        return decode_done(store.read(DONE_KEY, LONGEST_RECORD))
     except StorageNotFoundError:
         return None
     except RecordError as error:

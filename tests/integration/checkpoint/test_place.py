@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from sft_api.checkpoints import CheckpointId
-from sft_api.place import ORIGIN_FIELD, RUN_KEY, RunRecord, decode_record
+from sft_api.place import ALIVE_KEY, DONE_KEY, LONGEST_RECORD, ORIGIN_FIELD, RUN_KEY, RunRecord, decode_record
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer.alive import read_beat
 from sft_trainer.checkpoint.catalog import Catalog
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.entering import enter
 from sft_trainer.errors import ConfigError, StorageUnavailableError, TrainingError
-from sft_trainer.place import check_record, forget_unbegun, look, open_place, read_record
+from sft_trainer.place import check_record, forget_unbegun, look, open_place, read_done, read_record
 from sft_trainer.reporting import Reporter
 from tests.integration.checkpoint.managers import save, started
 from tests.parity.runs import manifest, resolve
@@ -143,6 +144,22 @@ def test_half_a_record_is_never_written_over(store: Store, raw: bytes, condition
     with pytest.raises(ConfigError, match=r"run\.json says whose checkpoints these are, and cannot be used: it is "):
         open_place(run(store), store, conditional=conditional, revisions=dict, sleep=lambda _: None)
     assert store.read(RUN_KEY) == raw
+
+
+def test_no_more_is_read_of_a_record_than_one_may_have(store: Store) -> None:
+    """Who looks at the place of another, or trains there, shall not need as much memory as somebody wrote bytes."""
+    for key in (RUN_KEY, DONE_KEY, ALIVE_KEY):
+        store.put(key, b" " * (LONGEST_RECORD + 1000))
+
+    for read in (lambda: read_record(store, lambda _: None), lambda: read_done(store)):
+        with pytest.raises(ConfigError, match="cannot be used: it has 16777216 bytes or more, which no record needs"):
+            read()
+    sign = read_beat(store)
+
+    assert isinstance(sign, bytes)
+    assert len(sign) == LONGEST_RECORD
+    store.put(RUN_KEY, b"whole")
+    assert [store.read(RUN_KEY, most) for most in (3, 5, 100)] == [b"who", b"whole", b"whole"]
 
 
 def test_a_record_that_is_just_being_written_is_waited_for(store: Store) -> None:

@@ -100,10 +100,10 @@ def flip(store: Store, key: str, at: int) -> None:
 def test_what_a_proxy_says_is_not_said_of_the_run(run: LocalStore, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     read = LocalStore.read
 
-    def through_a_proxy(store: LocalStore, name: str) -> bytes:
+    def through_a_proxy(store: LocalStore, name: str, most: int | None = None) -> bytes:
         if key in name:
             raise StorageRefusedError("what answers there is no S3 server")
-        return read(store, name)
+        return read(store, name, most)
 
     monkeypatch.setattr(LocalStore, "read", through_a_proxy)
     done = sft("list", str(run.path))

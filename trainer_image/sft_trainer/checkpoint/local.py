@@ -198,10 +198,10 @@ class LocalStore:
         except OSError as error:
             raise _translated(error, path) from error
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         path = self._file(key)
-        with self.reading(path):
-            return path.read_bytes()
+        with self.reading(path), path.open("rb") as file:
+            return file.read(most)
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         path = self._file(key)

@@ -236,8 +236,8 @@ class S3Store:
             not_removed,
         )
 
-    def read(self, key: str) -> bytes:
-        return self._get(check_key(key))
+    def read(self, key: str, most: int | None = None) -> bytes:
+        return self._get(check_key(key), most)
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         if length <= 0:
@@ -247,12 +247,15 @@ class S3Store:
     def open_range(self, key: str, offset: int, length: int) -> AbstractContextManager[RangeStream]:
         return closing(S3Range(self, check_key(key), offset, length))
 
-    def _get(self, key: str, **arguments: Any) -> bytes:
+    def _get(self, key: str, most: int | None = None, **arguments: Any) -> bytes:
         def call(client: Any) -> bytes:
             # Reading belongs inside the retry: connections break in the middle of a body, too.
             body = self.call(client, "get_object", key, arguments)["Body"]
             with body:
-                data: bytes = body.read()
+                data: bytes = body.read(most)
+                # Not before its end is it seen whether all of it came.
+                while most is not None and len(data) < most and (more := body.read(most - len(data))):
+                    data += more
             return data
 
         return self.retrying(key, call)

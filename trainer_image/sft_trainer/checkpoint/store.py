@@ -180,8 +180,8 @@ class Store(Protocol):
     def probe(self) -> ProbeResult:
         """Write, read and remove a small object; find out whether conditional creates work."""
 
-    def read(self, key: str) -> bytes:
-        """The whole object."""
+    def read(self, key: str, most: int | None = None) -> bytes:
+        """The whole object; with ``most`` so many bytes of it, where it has more."""
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset``; fewer only where the object ends."""
