@@ -324,6 +324,8 @@ def _decoded(raw: bytes, model: type[Stored]) -> Stored:
         raise RecordError(f"it has {LONGEST_RECORD} bytes or more, which no record needs")
     try:
         document = json.loads(raw)
+        # An escape may be half of a character, of which no status, and no terminal, can be told.
+        json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RecordError(f"it is no whole record ({error})") from error
     version = document.get("version") if isinstance(document, dict) else None

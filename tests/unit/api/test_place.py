@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sft_api.checkpoints import CheckpointId, run_place
+from sft_api.checkpoints import CheckpointId, digest_of, run_place
 from sft_api.numbers import Numbers
 from sft_api.place import (
     Done,
@@ -95,6 +95,15 @@ def test_what_cannot_be_compared_is_refused_with_the_reason(change: dict[str, An
 def test_anything_else_is_refused_too(raw: bytes) -> None:
     with pytest.raises(RecordError):
         decode_record(raw)
+
+
+def test_half_a_character_is_none() -> None:
+    """The operator failed over it in each look at the job, and sft over its terminal."""
+    document = json.loads(encode_done(Done(step=5, attempt=1))) | {"stoppedEarly": "for \ud800"}
+    del document["sha256"]
+
+    with pytest.raises(RecordError, match=r"it is no whole record .*surrogates not allowed"):
+        decode_done(json.dumps(document | {"sha256": digest_of(document)}).encode())
 
 
 def test_name_and_numbers_count_and_nothing_else() -> None:
