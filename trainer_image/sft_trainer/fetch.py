@@ -298,11 +298,13 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
                 revision=commit,
                 allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
                 ignore_patterns=None if kind == "dataset" else list(_OTHERWISE),
-                token=token,
+                token=clean_token(token),
                 endpoint=_endpoint(),
                 tqdm_class=progress_bar(on_progress),
             )
         )
+    except TrainingError:
+        raise
     except HFValidationError as error:
         raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
     except Exception as error:  # the library raises many classes, of three HTTP libraries
@@ -317,7 +319,7 @@ def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
     from huggingface_hub import HfApi, constants
 
     repository, _, revision = uri.removeprefix("hf://").partition("@")
-    api = HfApi(token=token, endpoint=_endpoint())
+    api = HfApi(token=clean_token(token), endpoint=_endpoint())
     revision = revision or constants.DEFAULT_REVISION
     asked: dict[str, Any] = {"repo_id": repository, "repo_type": _repository_type(kind), "revision": revision}
     try:
@@ -331,6 +333,21 @@ def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
         log.warning("%s: the hub says no (%s); it is used as it was the last time", uri, error)
     log.info("%s is commit %s", uri, commit)
     return repository, commit
+
+
+def clean_token(token: str | None) -> str | None:
+    """``token`` as it may be sent: without the line end that many Secrets and files have behind it; None for nothing.
+
+    The library sends a given one as it is. What no header may hold it would not send at all, and call a hub that is
+    away, in words that quote the token. Raises AccessDeniedError for it, which does not.
+    """
+    cleaned = "".join((token or "").splitlines()).strip()
+    if not (cleaned.isascii() and cleaned.isprintable()):
+        raise AccessDeniedError(
+            "the token for the hub has characters that none has: write it anew into the Secret of model.tokenSecretRef "
+            "(HF_TOKEN with sft run)"
+        )
+    return cleaned or None
 
 
 def _endpoint() -> str | None:

@@ -12,6 +12,7 @@ from sft_api.place import ORIGIN_FIELD
 from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.store import S3Settings
+from .errors import TrainingError
 from .fetch import Kind, hub_commit, hub_error, listing
 from .origin import Origin
 
@@ -81,6 +82,8 @@ def _sources(config: TrainerConfig) -> Iterator[tuple[str, str, Kind]]:
 def _commit(uri: str, kind: Kind) -> str:
     try:
         return hub_commit(uri, kind, os.environ.get("HF_TOKEN"))[1]
+    except TrainingError:
+        raise
     except Exception as error:  # the library raises many classes, of three HTTP libraries
         raise hub_error(error, uri, kind) from error
 

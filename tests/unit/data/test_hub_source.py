@@ -135,6 +135,24 @@ def test_splits_slices_and_subsets(hub: Hub, tmp_path: Path, fields: dict[str, A
         assert [row["n"] for _, row in copy.read(0, len(rows))] == numbers
 
 
+@pytest.mark.parametrize("token", ["hf_secret\n", "\r\nhf_secret ", "", "\n"])
+def test_a_token_is_sent_without_the_line_end_of_its_secret(hub: Hub, tmp_path: Path, token: str) -> None:
+    rows = open_source(DataSource(uri="hf://org/chat"), cache_dir=tmp_path / "cache", token=token)
+    assert len(rows) == 10
+    assert hub_beginning(DataSource(uri="hf://org/chat"), tmp_path / "other", token).columns == ("n", "m")
+    assert localise("hf://org/model", tmp_path, None, token, kind="tokenizer").name == COMMIT
+
+
+def test_a_token_that_cannot_be_sent_is_refused_in_words_that_do_not_show_it(hub: Hub, tmp_path: Path) -> None:
+    for token in ("hf_secr\u00e9t", "hf_\0secret"):
+        with pytest.raises(AccessDeniedError, match=r"token for the hub has characters.*tokenSecretRef") as raised:
+            open_source(DataSource(uri="hf://org/chat"), cache_dir=tmp_path / "cache", token=token)
+        with pytest.raises(AccessDeniedError) as of_model:
+            localise("hf://org/model", tmp_path, None, token, kind="tokenizer")
+        assert str(of_model.value) == str(raised.value)
+        assert "hf_" not in str(raised.value)
+
+
 def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     told: list[int] = []
     rows = open_source(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_api.splits import Slice
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
-from sft_trainer.fetch import OnProgress, disk_cause, disk_error, hub_commit, not_cached, progress_bar
+from sft_trainer.fetch import OnProgress, clean_token, disk_cause, disk_error, hub_commit, not_cached, progress_bar
 
 from .beginning import Beginning, read_beginning
 from .packed import suffix_of
@@ -41,6 +41,7 @@ def open_hub(
     cache's disk), or StorageUnavailableError when the hub does not answer.
     """
     with _hub_errors(source.uri, cache_dir):
+        token = clean_token(token)
         # A branch or tag may point elsewhere tomorrow; the commit is the identity.
         repository, commit = hub_commit(source.uri, "dataset", token)
         identity = f"{repository} {commit} {source.subset}"
@@ -61,6 +62,7 @@ def hub_beginning(source: "DataSource", cache_dir: Path, token: str | None) -> B
     from huggingface_hub import HfFileSystem, try_to_load_from_cache
 
     with _hub_errors(source.uri, cache_dir):
+        token = clean_token(token)
         repository, commit = hub_commit(source.uri, "dataset", token)
         files, builder = _files_of(source, repository, commit, cache_dir, token)
         if builder is not None:  # of a kind that the hub library reads for us
