@@ -156,13 +156,15 @@ def _layers(folder: Path) -> float:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files that make up the model in ``folder``: those of its index, whatever lies beside them."""
+    """The safetensors files that make up the model in ``folder``: the one file, else those of its index, no others."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [folder / name for name in sorted({*names})]
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

@@ -369,6 +369,11 @@ def test_only_the_files_of_its_index_are_the_model(tmp_path: Path) -> None:
     trained = 2 * (8 + 8) + 2 * (24 + 8)
     assert shown.value.startswith(f"{trained} of {trained + 64 + 192} ")
 
+    # When it was saved anew as one file, then what is left of the shards is none of it
+    write("model.safetensors", q_proj=[16, 8])
+    shown = decisions(model={"uri": f"file://{tmp_path}"}, lora={"rank": 2})["trained parameters"]
+    assert shown.value.startswith(f"{2 * (16 + 8)} of {2 * (16 + 8) + 128} ")
+
 
 CONFIG = {
     "model_type": "llama",

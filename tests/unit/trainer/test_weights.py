@@ -75,6 +75,7 @@ def index_of_an_absolute_path(folder: Path, tensors: dict[str, torch.Tensor]) ->
 
 
 def index_that_is_none(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text("<html>")
 
 
@@ -126,6 +127,26 @@ def test_shards_are_read_like_one_file(tmp_path: Path) -> None:
 
     for name, tensor in reference.state_dict().items():
         assert torch.equal(gathered(model.huggingface.state_dict()[name]), tensor), name
+
+
+def test_one_file_counts_beside_the_index_of_shards_as_for_transformers(tmp_path: Path) -> None:
+    # Given a model in shards
+    reference = save_model("llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    write_shards(tmp_path, {name: tensor + 1 for name, tensor in tensors.items()})
+
+    # When it is saved anew there as one file, then that is the model, for both
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = type(reference).from_pretrained(tmp_path).state_dict()
+    ours = build(tmp_path).model.huggingface.state_dict()
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(theirs[name], tensor), name
+        assert torch.equal(gathered(ours[name]), tensor), name
+
+    # And so it is when only the index is left of the shards
+    for shard in tmp_path.glob("model-*.safetensors"):
+        shard.unlink()
+    check(tmp_path)
 
 
 def test_files_of_one_name_in_several_folders_all_count_for_the_digest(tmp_path: Path) -> None:

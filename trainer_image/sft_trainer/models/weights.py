@@ -30,8 +30,14 @@ _ROWS = 1024
 def weight_files(path: Path) -> dict[str, Path]:
     """File of every tensor of the model in ``path``.
 
-    Raises ``ModelError`` when there are no safetensors files, fewer than the index names, or some elsewhere.
+    Where there are both one file and an index, it is the one file, as for transformers: what saves anew in a folder
+    removes the old shards, and may leave their index. Raises ``ModelError`` when there are no safetensors files, fewer
+    than the index names, or some elsewhere.
     """
+    single = path / "model.safetensors"
+    if single.is_file():
+        with _opened(single) as reader:
+            return dict.fromkeys(reader.keys(), single)
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -45,13 +51,9 @@ def weight_files(path: Path) -> dict[str, Path]:
         if missing:
             raise ModelError(f"the model is incomplete: {path} lacks {', '.join(missing)}, named in {index.name}")
         return files
-    single = path / "model.safetensors"
-    if not single.is_file():
-        raise ModelError(
-            f"{path} has no model.safetensors: only safetensors weights are read (save with save_pretrained to convert)"
-        )
-    with _opened(single) as reader:
-        return dict.fromkeys(reader.keys(), single)
+    raise ModelError(
+        f"{path} has no model.safetensors: only safetensors weights are read (save with save_pretrained to convert)"
+    )
 
 
 def _is_below(folder: Path, file: Path) -> bool:
