@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -14,6 +15,8 @@ from typing import Any
 import datasets.arrow_writer
 import datasets.config
 import huggingface_hub.constants
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from sft_api.v1alpha1 import DataSource, DataSpec, TrainSource
@@ -25,6 +28,13 @@ from sft_trainer.data.sources import open_source
 from sft_trainer.errors import AccessDeniedError, DataError, ModelError, StorageFullError, StorageUnavailableError
 from sft_trainer.fetch import localise
 from tests.answering import Answering, served
+
+
+def parquet(columns: dict[str, list[float]]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file.getvalue()
+
 
 COMMIT = "b" * 40
 README = b"""---
@@ -39,6 +49,8 @@ configs:
   data_files: data/large.jsonl
 - config_name: packed
   data_files: data/packed.jsonl.gz
+- {config_name: inside, data_files: data/inside.json, field: rows}
+- {config_name: western, data_files: data/western.jsonl, encoding: latin-1}
 ---
 """
 CHAT = {
@@ -51,6 +63,19 @@ CHAT = {
 }
 # csv is not among the kinds that we read ourselves
 TABLE = {"table.csv": b"n,instruction,output\n7,Add.,\n8,Add.,4\n"}
+CHAT |= {
+    "data/inside.json": b'{"rows": [{"n": 6}, {"n": 7}], "made": "2024"}',
+    "data/western.jsonl": b'{"n": "\xe9"}\n',
+}
+COLUMNS = {
+    "README.md": b"""---
+configs:
+- {config_name: some, data_files: table.parquet, filters: [[n, '>', 1]], columns: [n]}
+- {config_name: all, data_files: table.parquet}
+---
+""",
+    "table.parquet": parquet({"n": [1, 2, 3], "weight": [0.0, 1.0, 0.5]}),
+}
 
 
 @dataclass
@@ -71,7 +96,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     class Handler(Answering):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            files = TABLE if "org/table" in path else CHAT
+            files = TABLE if "org/table" in path else COLUMNS if "org/columns" in path else CHAT
             if state.status != 200:
                 self.answer(b"{}", state.status)
             elif state.gone_for and path.endswith(state.gone_for):
@@ -151,6 +176,22 @@ def test_a_token_that_cannot_be_sent_is_refused_in_words_that_do_not_show_it(hub
             localise("hf://org/model", tmp_path, None, token, kind="tokenizer")
         assert str(of_model.value) == str(raised.value)
         assert "hf_" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "subset", "rows"),
+    [
+        ("chat", "inside", [{"n": 6}, {"n": 7}]),
+        ("chat", "western", [{"n": "\u00e9"}]),
+        ("columns", "some", [{"n": 2}, {"n": 3}]),
+        ("columns", "all", [{"n": 1, "weight": 0.0}, {"n": 2, "weight": 1.0}, {"n": 3, "weight": 0.5}]),
+    ],
+)
+def test_rows_are_those_that_the_card_says(
+    hub: Hub, tmp_path: Path, name: str, subset: str, rows: list[dict[str, Any]]
+) -> None:
+    found = open_hub(tmp_path, f"hf://org/{name}", subset=subset)
+    assert [row for _, row in found.read(0, len(found))] == rows
 
 
 def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: Path) -> None:

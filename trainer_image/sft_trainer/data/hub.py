@@ -3,7 +3,8 @@
 The hub library says which files make up a split of a subset; where they are of a kind that we read ourselves, only
 those of the wanted splits are downloaded, and read as they are. (``load_dataset`` downloads every split, writes all
 of it a second time as Arrow, and fails when the rows of two splits or files differ in their nested columns, as tool
-calls do.) Other kinds, such as csv, go through ``load_dataset``.
+calls do.) Other kinds, such as csv, go through ``load_dataset``, and so does what the card of the data set says to read
+otherwise than as it is: rows that it leaves out are none of it.
 """
 
 import glob
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from sft_api.v1alpha1 import DataSource
 
 _BLOCK = 2**20
+_OTHERWISE_READ = {
+    "JsonConfig": ("field", "encoding", "encoding_errors"),
+    "ParquetConfig": ("columns", "filters", "on_bad_files"),
+}
+"""What a card may say of how files are read that we would read ourselves, by the library's name of their kind."""
 
 
 def open_hub(
@@ -47,6 +53,7 @@ def open_hub(
         identity = f"{repository} {commit} {source.subset}"
         files, builder = _files_of(source, repository, commit, cache_dir, token)
         if builder is not None:
+            identity += _read_otherwise(builder)
             builder.download_and_prepare()
             slices = choose(source.split, [*builder.info.splits])
             prepared = {s.split: [HubRows(source.uri, builder.as_dataset(split=s.split))] for s in slices}
@@ -98,14 +105,14 @@ def _hub_errors(uri: str, cache_dir: Path) -> Iterator[None]:
 def _files_of(
     source: "DataSource", repository: str, commit: str, cache_dir: Path, token: str | None
 ) -> tuple[dict[str, list[str]], Any]:
-    """Paths in the repository by split, and None; or the library's builder, unless all are of a kind that we read.
+    """Paths in the repository by split, and None; or the library's builder, unless we read all of them ourselves.
 
     What a commit holds never changes: the paths are kept, so that the hub is not needed twice.
     """
     from datasets import load_dataset_builder
 
     folder = cache_dir / "hub-datasets"
-    name = hashlib.sha256(f"{repository} {commit} {source.subset}".encode()).hexdigest()[:32]
+    name = hashlib.sha256(f"{repository} {commit} {source.subset} as they are".encode()).hexdigest()[:32]
     kept = folder / f"files-{name}.json"
     with suppress(OSError, ValueError):  # not there, or what a power cut has left of it
         return json.loads(kept.read_bytes()), None
@@ -121,14 +128,22 @@ def _files_of(
 
 
 def _readable(builder: Any, root: str) -> dict[str, list[str]] | None:
-    """Paths below ``root`` by split, None unless all are there and of a kind that we read."""
+    """Paths below ``root`` by split, None unless all are there, of a kind that we read, and to be read as they are."""
     splits = {
         str(split): [url.removeprefix(root) for url in urls]
         for split, urls in (builder.config.data_files or {}).items()
     }
     paths = [path for group in splits.values() for path in group]
     readable = all(suffix_of(path) in OPENERS and "://" not in path for path in paths)
-    return splits if paths and readable else None
+    return splits if paths and readable and not _read_otherwise(builder) else None
+
+
+def _read_otherwise(builder: Any) -> str:
+    """What the card of the data set says of how to read files that we could read as they are; empty for nothing."""
+    config = builder.config
+    names = _OTHERWISE_READ.get(type(config).__name__, ())
+    said = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(type(config), name)}
+    return f" {said}" if said else ""
 
 
 def _download(
