@@ -77,6 +77,14 @@ configs:
     "table.parquet": parquet({"n": [1, 2, 3], "weight": [0.0, 1.0, 0.5]}),
 }
 
+OTHERS = {
+    "table": TABLE,
+    "columns": COLUMNS,
+    "script": {"script.py": b"import datasets\n"},
+    "unclosed": {"README.md": b"---\nconfigs: [\n---\n", "train.jsonl": b'{"n": 1}\n'},
+    "words": {"README.md": b"# Nothing yet\n"},
+}
+
 
 @dataclass
 class Hub:
@@ -96,7 +104,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     class Handler(Answering):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
-            files = TABLE if "org/table" in path else COLUMNS if "org/columns" in path else CHAT
+            files = next((files for name, files in OTHERS.items() if f"org/{name}" in path), CHAT)
             if state.status != 200:
                 self.answer(b"{}", state.status)
             elif state.gone_for and path.endswith(state.gone_for):
@@ -192,6 +200,23 @@ def test_rows_are_those_that_the_card_says(
 ) -> None:
     found = open_hub(tmp_path, f"hf://org/{name}", subset=subset)
     assert [row for _, row in found.read(0, len(found))] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("script", r"hf://org/script is made by a script, which is not run .*: add @refs/convert/parquet"),
+        ("unclosed", r"hf://org/unclosed: the head of its README\.md, .*, is no YAML: correct it on the hub"),
+        ("words", r"hf://org/words has no data files; name another data set or revision"),
+    ],
+)
+def test_a_repository_that_is_no_data_set_is_refused_and_not_asked_for_again(
+    hub: Hub, tmp_path: Path, name: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        open_hub(tmp_path, f"hf://org/{name}")
+    with pytest.raises(DataError, match=words):
+        hub_beginning(DataSource(uri=f"hf://org/{name}"), tmp_path / "cache", None)
 
 
 def test_only_the_files_of_the_wanted_split_are_downloaded(hub: Hub, tmp_path: Path) -> None:

@@ -86,7 +86,9 @@ def hub_beginning(source: "DataSource", cache_dir: Path, token: str | None) -> B
 
 @contextmanager
 def _hub_errors(uri: str, cache_dir: Path) -> Iterator[None]:
-    from datasets.exceptions import DatasetGenerationError
+    from datasets.data_files import EmptyDatasetError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
+    from yaml import YAMLError
 
     try:
         yield
@@ -98,6 +100,13 @@ def _hub_errors(uri: str, cache_dir: Path) -> Iterator[None]:
         if disk := disk_cause(error):
             raise disk_error(disk, cache_dir) from error
         raise DataError(f"data source {uri}: {error.__cause__ or error}") from error
+    except YAMLError as error:
+        raise DataError(
+            f"data source {uri}: the head of its README.md, which says what its files are, is no YAML: correct it on "
+            f"the hub ({error})"
+        ) from error
+    except (DataFilesNotFoundError, EmptyDatasetError) as error:
+        raise DataError(f"data source {uri} has no data files; name another data set or revision ({error})") from error
     except Exception as error:  # the hub's libraries raise many classes, those of their HTTP library among them
         raise _hub_error(error, uri) from error
 
@@ -175,6 +184,11 @@ def _hub_error(error: Exception, uri: str) -> TrainingError:
 
     if disk := disk_cause(error):
         return disk_error(disk, constants.HF_HUB_CACHE)
+    if isinstance(error, RuntimeError) and "scripts are no longer supported" in str(error):
+        return DataError(
+            f"data source {uri} is made by a script, which is not run ({error}): add @refs/convert/parquet, where the "
+            "hub has made files of it, or name another data set"
+        )
     # What the library could not get it calls "not found"; why is in the cause.
     unfound = isinstance(error, FileNotFoundError | RevisionResolutionError)
     cause = error.__cause__ if unfound and error.__cause__ else error
