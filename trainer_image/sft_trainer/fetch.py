@@ -5,7 +5,9 @@ renamed when complete. The hub's files go into the hub library's own cache (``HF
 """
 
 import fnmatch
+import glob
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -53,6 +55,7 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # The same weights under other names (gpt-oss, Llama; Mistral), and models that a run exported on its way to this one:
 # each is as large again.
 _OTHERWISE = ("original/*.safetensors", "consolidated*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
+_INDEX = "model.safetensors.index.json"
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -291,24 +294,41 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
 
     try:
         repository, commit = hub_commit(uri, kind, token)
-        return Path(
-            snapshot_download(
+
+        def fetched(wanted: Sequence[str] | None) -> Path:
+            path = snapshot_download(
                 repository,
                 repo_type=_repository_type(kind),
                 revision=commit,
-                allow_patterns={"model": list(_MODEL_FILES), "tokenizer": list(_TOKENIZER_FILES)}.get(kind),
+                allow_patterns=None if wanted is None else list(wanted),
                 ignore_patterns=None if kind == "dataset" else list(_OTHERWISE),
                 token=clean_token(token),
                 endpoint=_endpoint(),
                 tqdm_class=progress_bar(on_progress),
             )
-        )
+            return Path(path)
+
+        if kind == "model":
+            beginning = fetched(("config.json", _INDEX))
+            return fetched((*_TOKENIZER_FILES, *_weights_named(beginning / _INDEX)))
+        return fetched(None if kind == "dataset" else _TOKENIZER_FILES)
     except TrainingError:
         raise
     except HFValidationError as error:
         raise ConfigError(f"{uri!r}: write hf://org/name or hf://org/name@revision ({error})") from error
     except Exception as error:  # the library raises many classes, of three HTTP libraries
         raise hub_error(error, uri, kind) from error
+
+
+def _weights_named(index: Path) -> list[str]:
+    """Patterns of the files that have the weights of a model; checkpoints and other forms lie beside many on the hub.
+
+    What is wrong with the index is said where it is read.
+    """
+    named: set[str] = set()
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        named = {glob.escape(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    return ["model.safetensors", *sorted(named)]
 
 
 def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:

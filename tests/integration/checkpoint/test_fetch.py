@@ -263,6 +263,8 @@ HUB_FILES = {
     "README.md": b"card",
     "original/model.safetensors": b"the same weights again",
     "consolidated-00001-of-00002.safetensors": b"the same weights again",
+    "checkpoint-500/model.safetensors": b"a model on the way to this one",
+    "model.fp16.safetensors": b"the same weights again",
     "step-00001000/config.json": b"{}",
     "step-00001000/model.safetensors": b"a model that was exported on the way to this one",
 }
@@ -306,6 +308,23 @@ def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:
         for name in ("config.json", "model.safetensors", "original/params.json", "sub/tokenizer.json")
     }
     assert any("/revision/v1" in request for request in hub.requests)
+
+
+def test_of_a_model_in_shards_the_hub_is_asked_for_those_of_the_index(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "body/model.safetensors"}}
+    shards = dict.fromkeys(index["weight_map"].values(), b"weights")
+    others = dict.fromkeys(("model-00003-of-00003.safetensors", "head/model.safetensors"), b"others")
+    files = {**shards, **others, "config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()}
+    for name in list(HUB_FILES):
+        monkeypatch.delitem(HUB_FILES, name)
+    for name, data in files.items():
+        monkeypatch.setitem(HUB_FILES, name, data)
+
+    found = files_below(localise("hf://org/tiny", tmp_path, kind="model"))
+
+    assert found == {name: data for name, data in files.items() if name not in others}
 
 
 def test_a_mirror_is_asked_for_no_empty_folders(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
