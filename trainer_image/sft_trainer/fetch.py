@@ -56,6 +56,9 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # each is as large again.
 _OTHERWISE = ("original/*.safetensors", "consolidated*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
 _INDEX = "model.safetensors.index.json"
+FOR_GOOD = (400, 410, 451)
+"""What the hub answers to what it will answer to again: no name or revision can be so called, removed, forbidden."""
+_WORDS_SHOWN = 200
 _BLOCK = 32 * 2**20
 _DOWNLOADS = 8
 
@@ -406,6 +409,13 @@ def not_cached(uri: str) -> str:
     )
 
 
+def hub_words(error: BaseException) -> str:
+    """What the hub itself says of its refusal, in brackets behind a space: of a token, say, that has expired."""
+    said = getattr(error, "response", None)
+    words = said.headers.get("X-Error-Message", "") if said is not None else ""
+    return f" ({words[:_WORDS_SHOWN]})" if words else ""
+
+
 def hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
     """What an error of the hub's library about ``uri`` means for the run."""
     from huggingface_hub import constants
@@ -432,9 +442,11 @@ def hub_error(error: Exception, uri: str, kind: Kind) -> TrainingError:
         )
     if isinstance(cause, GatedRepoError) or status in (401, 403):
         return AccessDeniedError(
-            f"{uri}: the hub refuses access: accept the terms on its page, and set model.tokenSecretRef "
-            "(HF_TOKEN with sft run) to a token of that account"
+            f"{uri}: the hub refuses access{hub_words(cause)}: accept the terms on its page, and set "
+            "model.tokenSecretRef (HF_TOKEN with sft run) to a token of that account that is valid"
         )
+    if status in FOR_GOOD:
+        return _nothing(kind, f"{uri}: the hub refuses it{hub_words(cause) or f' ({cause})'}; name another one")
     if disk := disk_cause(error):
         return disk_error(disk, constants.HF_HUB_CACHE)
     if constants.HF_HUB_OFFLINE:

@@ -15,10 +15,12 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from sft_api.v1alpha1 import DataSource
 from sft_trainer import fetch
 from sft_trainer.checkpoint import store as store_module
 from sft_trainer.checkpoint.s3 import S3Store
 from sft_trainer.classify import classify
+from sft_trainer.data.sources import open_source
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -254,6 +256,7 @@ class Hub:
     endpoint: str = ""
     status: int = 200
     error_code: str = ""
+    error_message: str = ""
     requests: list[str] = field(default_factory=list)
 
 
@@ -279,7 +282,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             # As it came: Python's server makes one slash of two at the beginning of a path.
             state.requests.append(self.requestline.split()[1])
             if state.status != 200:
-                self.answer(b"{}", state.status, {"X-Error-Code": state.error_code})
+                self.answer(
+                    b"{}", state.status, {"X-Error-Code": state.error_code, "X-Error-Message": state.error_message}
+                )
             elif "/revision/" in self.path:
                 self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": []}).encode())
             elif "/tree/" in self.path:
@@ -364,6 +369,26 @@ def test_the_hub_says_no(
     hub.status, hub.error_code = status, code
     with pytest.raises(expected, match=match):
         localise("hf://org/tiny@v2", tmp_path, kind="model")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected", "match"),
+    [
+        (401, 'User Access Token "ci" is expired', AccessDeniedError, r'\(User Access Token "ci" is expired\)'),
+        (401, "Invalid credentials in Authorization header", AccessDeniedError, r"\(Invalid credentials in "),
+        (400, "Invalid rev id: v..2", DataError, "Invalid rev id"),
+        (451, "", DataError, r"the hub refuses it \(.*451 Unavailable"),
+        (410, "", DataError, "the hub refuses it"),
+    ],
+)
+def test_what_the_hub_itself_says_is_told(
+    hub: Hub, tmp_path: Path, status: int, message: str, expected: type[Exception], match: str
+) -> None:
+    hub.status, hub.error_message = status, message
+    with pytest.raises(ModelError if expected is DataError else expected, match=match):
+        localise("hf://org/tiny@v..2", tmp_path, kind="model")
+    with pytest.raises(expected, match=match):
+        open_source(DataSource(uri="hf://org/rows@v..2"), cache_dir=tmp_path)
 
 
 def test_malformed_hub_names(tmp_path: Path) -> None:

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from sft_api.splits import Slice
 from sft_trainer.errors import AccessDeniedError, DataError, StorageUnavailableError, TrainingError
-from sft_trainer.fetch import OnProgress, clean_token, disk_cause, disk_error, hub_commit, not_cached, progress_bar
+from sft_trainer.fetch import (
+    FOR_GOOD,
+    OnProgress,
+    clean_token,
+    disk_cause,
+    disk_error,
+    hub_commit,
+    hub_words,
+    not_cached,
+    progress_bar,
+)
 
 from .beginning import Beginning, read_beginning
 from .packed import suffix_of
@@ -196,9 +206,11 @@ def _hub_error(error: Exception, uri: str) -> TrainingError:
     status = getattr(response, "status_code", None)
     if status in (401, 403):
         return AccessDeniedError(
-            f"data source {uri} is not on the hub, or this token may not read it: check the name, accept its terms on "
-            "the hub, and set model.tokenSecretRef (HF_TOKEN with sft run)"
+            f"data source {uri} is not on the hub, or this token may not read it{hub_words(cause)}: check the name, "
+            "accept its terms on the hub, and set model.tokenSecretRef (HF_TOKEN with sft run) to a valid token"
         )
+    if status in FOR_GOOD:
+        return DataError(f"data source {uri}: the hub refuses it{hub_words(cause) or f' ({cause})'}; name another one")
     if status == 404 or (isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError)):
         return DataError(f"data source {uri} is not on the hub, or has no such revision; check the name ({error})")
     if constants.HF_HUB_OFFLINE:
