@@ -49,7 +49,8 @@ def changed(config: TrainerConfig, recorded: Mapping[str, str]) -> list[str]:
 def pinned(config: TrainerConfig, recorded: Mapping[str, str]) -> TrainerConfig:
     """``config`` with the commits that are ``recorded`` in place of branches, for who fetches.
 
-    Not for who compares: the numbers of a run are those of its manifest.
+    Not for who compares: the numbers of a run are those of its manifest. Evaluation data is at the commit of training
+    data where it is of the same source: of two commits rows that are held back from one may be trained in the other.
     """
 
     def at(field: str, uri: str) -> str:
@@ -63,11 +64,20 @@ def pinned(config: TrainerConfig, recorded: Mapping[str, str]) -> TrainerConfig:
         source.model_copy(update={"uri": at(f"data.train[{index}].uri", source.uri)})
         for index, source in enumerate(spec.data.train)
     ]
+    commits = {_named(source.uri): fetched.uri for source, fetched in zip(spec.data.train, train, strict=True)}
+    evaluation = [
+        source.model_copy(update={"uri": commits.get(_named(source.uri), source.uri)}) for source in spec.data.eval
+    ]
     parts = {
         "model": spec.model.model_copy(update=model),
-        "data": spec.data.model_copy(update={"train": train}),
+        "data": spec.data.model_copy(update={"train": train, "eval": evaluation}),
     }
     return config.model_copy(update={"spec": spec.model_copy(update=parts)})
+
+
+def _named(uri: str) -> str:
+    """``uri`` as others may write it that mean the same."""
+    return uri.removesuffix("@main") if uri.startswith(_HUB) else uri
 
 
 def _sources(config: TrainerConfig) -> Iterator[tuple[str, str, Kind]]:
