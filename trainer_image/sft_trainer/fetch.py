@@ -329,7 +329,7 @@ def _weights_named(index: Path) -> list[str]:
     What is wrong with the index is said where it is read.
     """
     named: set[str] = set()
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         named = {glob.escape(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     return ["model.safetensors", *sorted(named)]
 
