@@ -110,7 +110,7 @@ def test_it_rests_and_begins_anew_elsewhere() -> None:
 
 
 def test_its_template_waits_for_the_controller_to_see_that_it_rests() -> None:
-    """Kubernetes 1.37 lets nobody change it before, and a run for which that was refused stayed on its node for a day."""
+    """Kubernetes 1.37 lets nobody change it before. A run for which that was refused stayed on its node for a day."""
     world = world_with_suspect()
     world.look()
     pods_end(world)

@@ -25,7 +25,6 @@ def worker_environment(
         # Read by Python and torch; the user may say otherwise.
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": share,
         # Read when the compiler is imported, by the process that forks workers too. Its own: one for each processor.
         "TORCHINDUCTOR_COMPILE_THREADS": share,
