@@ -17,8 +17,19 @@ T = TypeVar("T")
 
 _RENDEZVOUS_TIMEOUT = timedelta(hours=24)
 """The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
-_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """For everything once all have met: forming groups and their collectives."""
+_BEHIND_THE_DEADLINE = timedelta(minutes=10)
+_LONGEST_TIMEOUT = timedelta(hours=24)
+
+
+def collective_timeout(progress_deadline_seconds: int | None) -> timedelta:
+    """How long a process waits for the others in a collective; at most a day.
+
+    Longer than they may take for a step: who finds a hang says what hangs, and a process that ends by itself does not.
+    """
+    deadline = timedelta(seconds=progress_deadline_seconds or 0)
+    return max(COLLECTIVE_TIMEOUT, min(deadline + _BEHIND_THE_DEADLINE, _LONGEST_TIMEOUT))
 
 
 @dataclass(frozen=True)
@@ -70,9 +81,15 @@ def device_for(ranks: Ranks, gpus_per_node: int) -> torch.device:
 
 
 def join_group(
-    ranks: Ranks, device: torch.device, forming: Callable[[], AbstractContextManager[None]] = nullcontext
+    ranks: Ranks,
+    device: torch.device,
+    forming: Callable[[], AbstractContextManager[None]] = nullcontext,
+    timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> None:
-    """Wait for all processes of this generation and, within ``forming()``, form the default process group."""
+    """Wait for all processes of this generation and, within ``forming()``, form the default process group.
+
+    ``timeout`` is that of its collectives.
+    """
     store = dist.TCPStore(  # type: ignore[attr-defined]
         ranks.address,
         ranks.port,
@@ -83,7 +100,7 @@ def join_group(
     )
     # The default group is given this store and takes its time-out as it is: whoever forms a group or waits for a peer
     # in it would wait for a day.
-    store.set_timeout(_COLLECTIVE_TIMEOUT)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     # A stale process of an earlier generation that finds the port again meets another prefix.
     with forming():
         dist.init_process_group(
@@ -91,7 +108,7 @@ def join_group(
             store=dist.PrefixStore(f"generation-{ranks.generation}", store),  # type: ignore[attr-defined]
             rank=ranks.rank,
             world_size=ranks.world_size,
-            timeout=_COLLECTIVE_TIMEOUT,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
 

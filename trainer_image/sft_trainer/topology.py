@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from sft_api.v1alpha1.status import PlanStatus
 
-from .distributed import Ranks
+from .distributed import COLLECTIVE_TIMEOUT, Ranks
 from .errors import ConfigError
+from .versions import set_group_timeout
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ class Topology:
     """Processes over which the experts of a layer are spread: neighbours among its shard x sequence x tensor."""
     forming: Callable[[], AbstractContextManager[None]] = field(default=nullcontext, compare=False, repr=False)
     """Entered while a group is formed, which none of its processes ends before all have begun."""
+    timeout: timedelta = field(default=COLLECTIVE_TIMEOUT, compare=False, repr=False)
+    """Of the collectives of groups."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` naming the factor that is wrong."""
@@ -94,6 +97,7 @@ class Topology:
         pipeline: int = 1,
         expert: int = 1,
         forming: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> "Topology":
         """That of ``ranks``, with as many replicas as there are processes for; ``ConfigError`` where none fit."""
         return cls(
@@ -108,11 +112,16 @@ class Topology:
             pipeline=pipeline,
             expert=expert,
             forming=forming,
+            timeout=timeout,
         )
 
     @classmethod
     def planned(
-        cls, plan: PlanStatus, ranks: Ranks, forming: Callable[[], AbstractContextManager[None]] = nullcontext
+        cls,
+        plan: PlanStatus,
+        ranks: Ranks,
+        forming: Callable[[], AbstractContextManager[None]] = nullcontext,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
     ) -> "Topology":
         """That of ``plan``; what its degrees leave of the processes that share a copy computes on other data."""
         together = plan.sequence_parallel * plan.tensor_parallel * plan.pipeline_parallel
@@ -124,6 +133,7 @@ class Topology:
             pipeline=plan.pipeline_parallel,
             expert=plan.expert_parallel,
             forming=forming,
+            timeout=timeout,
         )
 
     def place(self, dimension: str) -> int:
@@ -252,14 +262,16 @@ class Topology:
     ) -> dist.ProcessGroup | None:
         """A new process group of ``members``; None where this process is alone, and has nobody to speak to.
 
-        A collective call of all processes, whatever group they are in. ``backend`` and ``timeout`` are those of the
-        default group where they are not given.
+        A collective call of all processes, whatever group they are in. ``backend`` is that of the default group where
+        it is not given, ``timeout`` that of this topology.
         """
         groups = self.groups(*dimensions)
         if len(groups) == self.world_size:
             return None
         with self.forming():
-            mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout, backend)
+            # By itself torch gives a group of NCCL's ten minutes, whatever the default group has.
+            given = timeout or self.timeout
+            mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], given, backend)
         assert isinstance(mine, dist.ProcessGroup)  # noqa: S101 - every process is in one of them
         return mine
 
@@ -273,6 +285,10 @@ class Topology:
         with self.forming():
             mesh = init_device_mesh(device_type, tuple(sizes[name] for name in used), mesh_dim_names=used)
         names = tuple(name for name in used if name in ("replicate", "shard"))
+        if len(used) > 1:
+            # Of one dimension there is no group but the default one; a mesh takes no time-out.
+            for name in names:
+                set_group_timeout(mesh.get_group(name), self.timeout)
         return mesh if names == used else mesh[names]
 
 

@@ -29,7 +29,7 @@ from .callbacks.telling import Callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
-from .distributed import Ranks, device_for, gathered, join_group, sum_over_ranks, summed
+from .distributed import Ranks, collective_timeout, device_for, gathered, join_group, sum_over_ranks, summed
 from .done import end_again
 from .due import planned
 from .entering import Entered, enter
@@ -94,7 +94,8 @@ class Trainer:
         self.config = config
         self.spec = config.spec
         self.ranks = ranks
-        self.topology = Topology.planned(config.plan, ranks, self._forming)
+        timeout = collective_timeout(self.spec.run_policy.progress_deadline_seconds)
+        self.topology = Topology.planned(config.plan, ranks, self._forming, timeout)
         self.reporter = Reporter(run_dir, writes=self.topology.tells, rank=ranks.rank)
         self._stop_file = run_dir / STOP_FILE
         self.attempt = 0
@@ -250,7 +251,7 @@ class Trainer:
     def _meet(self) -> None:
         if not self.topology.alone:
             self.reporter.phase(Phase.WAITING, "for the other processes")
-        join_group(self.ranks, self.device, self._forming)
+        join_group(self.ranks, self.device, self._forming, self.topology.timeout)
 
     def _others(self, what: str) -> AbstractContextManager[None]:
         """Around what no process ends before all have begun: ``what`` they are waited for."""

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,14 @@ _FLASH_ATTENTION = "flash_attn"
 
 _KNOW_GROUPS: dict[Any, bool] = {}
 """Whether a kernel has an argument for fewer heads of keys than of queries: torch 2.11's has none, and takes them."""
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Have collectives of the process group ``group`` end with an error after ``timeout``, from the next one on."""
+    import torch.distributed as dist
+
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timeout, group)
 
 
 def variable_length_attention(

@@ -35,6 +35,22 @@ def test_each_dimension_has_a_group_that_speaks(tmp_path: Path) -> None:
     assert answers == [[2, 1, 1, 0, 6], [4, 1, 1, 1, 6], [2, 5, 5, 2, 6], [4, 5, 5, 3, 6]]
 
 
+def timeouts(sizes: dict[str, int]) -> list[float]:
+    """Seconds for which the groups of this process wait, of those that are not the default one."""
+    # torch has a default of its own for each backend, which of NCCL's groups is shorter than what the default group has
+    dist.distributed_c10d.default_pg_timeout = timedelta(minutes=3)
+    topology = Topology(dist.get_rank(), dist.get_rank(), dist.get_world_size(), **sizes, timeout=timedelta(minutes=47))
+    mesh = topology.parameter_mesh("cpu")
+    groups = [mesh.get_group(name) for name in mesh.mesh_dim_names or ()]
+    if (shared := topology.process_group("sequence")) is not None:
+        groups.append(shared)
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_all_groups_wait_as_long_as_the_default_one(tmp_path: Path) -> None:
+    assert ranks.run(4, tmp_path, timeouts, {"replicate": 2, "sequence": 2}) == [[47 * 60] * 3] * 4
+
+
 def parameter_mesh(sizes: dict[str, int]) -> tuple[tuple[str, ...] | None, list[int]]:
     topology = Topology(dist.get_rank(), dist.get_rank(), dist.get_world_size(), **sizes)
     mesh = topology.parameter_mesh("cpu")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sft_api.ports import free_port
-from sft_trainer.distributed import Ranks, device_for, join_group, summed
+from sft_trainer.distributed import Ranks, collective_timeout, device_for, join_group, summed
 from sft_trainer.errors import DeviceUnavailableError
 from tests.ipv6 import NEEDS_IPV6
 
@@ -83,13 +83,21 @@ def test_the_group_is_formed_once_all_have_met_and_that_is_said(monkeypatch: pyt
     assert happened == ["all have met", "said", "formed", "over"]
 
 
+def test_a_collective_waits_longer_than_a_step_may_take() -> None:
+    # Given no deadline or a short one, a long one, and one that no clock of a socket can hold
+    waits = [collective_timeout(seconds).total_seconds() for seconds in (None, 60, 7200, 31_536_000)]
+
+    # Then who finds a hang comes first, and says what hangs
+    assert waits == [1800, 1800, 7800, 86400]
+
+
 _WAITS_FOR_NOBODY = """
 import os, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from sft_trainer import distributed
-distributed._COLLECTIVE_TIMEOUT = timedelta(seconds=1)
-distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"))
+distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=1)
+distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"), timeout=timedelta(seconds=1))
 if dist.get_rank() == 0:
     for wait in (lambda: dist.distributed_c10d._get_default_store().get("what nobody sets"), dist.barrier):
         try:

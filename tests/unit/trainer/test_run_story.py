@@ -348,7 +348,7 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
         activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
         said.append((activity.phase, activity.detail))
 
-    def forms_a_group(ranks: Any, device: Any, forming: Any) -> None:
+    def forms_a_group(ranks: Any, device: Any, forming: Any, timeout: Any) -> None:
         look()
         with forming():
             look()

@@ -35,9 +35,6 @@ from .refused import check
 from .stage import Stage
 from .vocabulary import GroupRows
 
-_MINUTES = 30
-"""That a process waits for the others of its groups, as in the default one."""
-
 
 class MegatronStrategy:
     """Model and optimizer of one process; see the protocol for what its methods promise."""
@@ -163,7 +160,7 @@ class MegatronStrategy:
                 expert_model_parallel_size=self._topology.expert,
                 expert_tensor_parallel_size=1 if self._sizes.experts else None,
                 create_gloo_process_groups=False,
-                distributed_timeout_minutes=_MINUTES,
+                distributed_timeout_minutes=self._topology.timeout.total_seconds() / 60,
             )
         # Nothing draws random numbers: the states of a GPU need not be kept.
         initialize_rng_tracker(inference_rng_tracker=True)
