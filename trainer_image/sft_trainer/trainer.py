@@ -147,6 +147,7 @@ class Trainer:
         self._claim()
         self._build()
         self._resume_or_load()
+        self._wait_for_weights()
         if self.config.plan.compile:
             self.reporter.phase(Phase.LOADING, "compiling the layers")
         self.strategy.loaded()
@@ -163,10 +164,18 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.step == self.prepared.total_steps or bool(self.figures.stopped_early)
 
+    def _wait_for_weights(self) -> None:
+        """Wait until all processes have read theirs: what is made of them is made together, and whoever waited there
+        for one that still reads would say that it is at work itself."""
+        if self.topology.alone:
+            return
+        with self._others("to have read the weights"):
+            sum_over_ranks([0.0], self.device)
+
     def _begin(self) -> None:
         """Wait until all processes are here, which agree on what comes first."""
         self.events.emit(Started(self.step, self.prepared.total_steps))
-        with self._others("to have read the weights"):
+        with self._others("to begin"):
             self._agree()
         self._follow()
 

@@ -388,6 +388,36 @@ def test_what_all_processes_do_at_once_is_said_as_a_wait(tmp_path: Path, monkeyp
     assert [phase for phase, _ in said] == [Phase.EVALUATING]
 
 
+def test_weights_are_waited_for_before_anything_is_made_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def adds_up(values: list[Any], device: Any) -> list[Any]:
+        activity = Activity.model_validate_json((tmp_path / ACTIVITY_FOLDER / "rank-0.json").read_bytes())
+        happened.append(f"{activity.phase}: {activity.detail}")
+        return values
+
+    # Given a process that is not alone, and layers that all processes compile together
+    story = Story(tmp_path, {})
+    story.topology = Topology(rank=0, local_rank=0, world_size=2, shard=2)
+    monkeypatch.setattr(trainer, "sum_over_ranks", adds_up)
+    monkeypatch.setattr(story, "_resume_or_load", lambda: happened.append("read"))
+    story.strategy.loaded = lambda: happened.append("compiled")  # type: ignore[method-assign]
+
+    # When it has read its weights, and others perhaps not
+    story.run()
+
+    # Then it says that it waits, and does not say that it compiles
+    waits = "waiting: for the other processes"
+    assert [each.lower() for each in happened[:4]] == [
+        "read",
+        f"{waits}, to have read the weights",
+        "compiled",
+        f"{waits}, to begin",
+    ]
+
+
 @pytest.mark.parametrize(
     ("step", "eval_loss", "asks"),
     [(4, None, True), (4, 1.5, False), (3, None, False), (6, None, False)],
