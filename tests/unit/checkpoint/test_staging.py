@@ -1,9 +1,10 @@
 """Copies in host memory: page-locked where CUDA does it, and not made where they do not fit."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,6 +76,25 @@ def test_the_error_is_taken_by_a_kernel_that_does_nothing(monkeypatch: pytest.Mo
     Cuda().forget_error(torch.device("cpu"))
     assert not pending
     Cuda().forget_error(torch.device("cpu"))
+
+
+def test_all_copies_go_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given torch, that gives out a few streams in turn, also those on which others send
+    made: list[Mock] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: made.append(Mock()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: made[-1])
+
+    # When several saves are copied
+    cuda = Cuda()
+    for _ in range(3):
+        with cuda.beside(torch.device("cuda"), Mock()):
+            pass
+
+    # Then one stream has them all, and each copy was waited for
+    assert len(made) == 1
+    assert made[0].synchronize.call_count == 3
 
 
 def test_what_is_held_already_is_not_needed_again() -> None:

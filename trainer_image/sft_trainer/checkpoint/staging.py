@@ -19,6 +19,10 @@ _MARGIN = 1.1
 class Cuda:
     """The calls of CUDA that staging makes."""
 
+    _stream: torch.cuda.Stream | None = None
+    """Of all copies: torch has 32, which it gives out in turn, and another one for each save would some day be that on
+    which gradients of replicas or NCCL's calls go, and have the steps wait for a copy."""
+
     def lock(self, block: torch.Tensor) -> int:
         """Page-lock ``block``; CUDA's error code, 0 when it is locked."""
         return int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, _CUDA_HOST_REGISTER_PORTABLE))
@@ -45,7 +49,8 @@ class Cuda:
     @contextlib.contextmanager
     def beside(self, device: torch.device, after: torch.cuda.Event) -> Iterator[None]:
         """Copies that begin ``after`` and go on beside what ``device`` computes since; they are complete at the end."""
-        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        self._stream = self._stream or torch.cuda.Stream(device)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             after.wait()
             yield
             torch.cuda.current_stream(device).synchronize()
