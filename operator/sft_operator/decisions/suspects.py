@@ -23,8 +23,9 @@ REMEMBERED = timedelta(hours=24)
 _MOST_NODES = 20
 _OF_A_MACHINE = frozenset({FailureClass.WORKER_CRASHED, FailureClass.HANG, FailureClass.DEVICE_UNAVAILABLE})
 _DEVICE = re.compile(r"\b(CUDA|cuDNN|CUBLAS|NVML|NVLink|HIP|ECC|Xid)\b", re.IGNORECASE)
-"""In an exception of a worker. An assertion on the device is raised by what it was given."""
+"""In an exception of a worker."""
 _GIVEN = "device-side assert"
+"""An assertion on the device is raised by what it was given, also where NCCL's watchdog meets it first."""
 _NOT_ADMITTED = "UnexpectedAdmissionError"
 """The kubelet's word when a device plugin fails: it says so to each pod that comes, for as long as it is asked."""
 
@@ -47,8 +48,10 @@ def by_loss(item: Loss) -> bool:
 
 
 def _of_a_machine(failure: FailureClass, message: str) -> bool:
+    if _GIVEN in message:
+        return False
     if failure is FailureClass.UNKNOWN:
-        return _DEVICE.search(message) is not None and _GIVEN not in message
+        return _DEVICE.search(message) is not None
     return failure in _OF_A_MACHINE
 
 

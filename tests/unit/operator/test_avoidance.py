@@ -58,6 +58,7 @@ def nodes_of(status: SFTJobStatus) -> dict[str, int]:
         (FailureClass.DEVICE_UNAVAILABLE, {}, True),
         (FailureClass.UNKNOWN, {"message": "RuntimeError: CUDA error: uncorrectable ECC error encountered"}, True),
         (FailureClass.UNKNOWN, {"message": "RuntimeError: CUDA error: device-side assert triggered"}, False),
+        (CRASH, {"message": "SIGABRT: CUDA error: device-side assert triggered"}, False),
         (FailureClass.UNKNOWN, {"message": "KeyError: 'labels'"}, False),
         (FailureClass.OUT_OF_MEMORY, {}, False),
         (FailureClass.STORAGE_UNAVAILABLE, {}, False),

@@ -266,7 +266,7 @@ def played(story: Story) -> Iterator[None]:
             return story.wall
 
     idle = _nothing(begin=lambda *_: None, finish=lambda _: None)
-    forwarder = _nothing(last_line="", kept=b"Thread 0x1", keep=lambda: None, join=lambda seconds: None)
+    forwarder = _nothing(last_line="", exception="", kept=b"Thread 0x1", keep=lambda: None, join=lambda seconds: None)
     system = SimpleNamespace(
         pipe=lambda: (0, 0), close=lambda _: None, kill=lambda pid, number: None, killpg=_kill_group
     )

@@ -1,6 +1,7 @@
 """What is read from the machine: control groups, the clock, lines of output, the termination message."""
 
 import os
+import signal
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sft_trainer.launch import termination_json
 from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
 from sft_trainer.supervisor.clock import AwakeClock
 from sft_trainer.supervisor.output import MAX_LINE_BYTES, Forwarder, Output
+from sft_trainer.supervisor.workers import Workers
 
 
 def control_group(folder: Path, membership: str, files: dict[str, str]) -> Cgroup:
@@ -94,6 +96,33 @@ def test_lines_arrive_whole_with_their_prefix(tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("[0]")] == ["[0] begin", "[0] no newline"]
     assert [line for line in lines if line.startswith("[1]")] == ["[1] whole", "[1] ", "[1] last words"]
     assert [forwarder.last_line for forwarder in forwarders] == ["no newline", "last words"]
+
+
+_WATCHDOG = "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: "
+_STACKS = "Fatal Python error: Aborted\n\nThread 0x1 (most recent call first):\n\nExtension modules: numpy (total: 1)\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "exception"),
+    [
+        (
+            f"[rank3]:[E1 x.cpp:1] {_WATCHDOG}CUDA error: uncorrectable ECC error\n",
+            "CUDA error: uncorrectable ECC error",
+        ),
+        (f"terminate called after an error\n  what():  {_WATCHDOG}CUDA error: x\n", "CUDA error: x"),
+        ("terminate called after an error\n  what():  no such thing\n  what():  later\n", "no such thing"),
+        ("a line\n", ""),
+    ],
+)
+def test_why_a_process_aborts_is_told_and_not_the_last_of_its_stacks(tmp_path: Path, said: str, exception: str) -> None:
+    # Given a worker that aborts, and prints the stacks of its threads after the reason
+    workers = Workers(1, tmp_path, Output(), expected=1)
+    workers.start(lambda _, *, stdout, stderr: os.write(stderr, (said + _STACKS).encode()), {}, 3, b"")
+    (pid,) = workers._workers
+
+    # When it has ended, then the reason is told where it has said one
+    workers.note({pid: -signal.SIGABRT})
+    assert workers.ends[0].last_line == (exception or "Extension modules: numpy (total: 1)")
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:

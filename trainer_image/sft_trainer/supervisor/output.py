@@ -2,12 +2,16 @@
 
 import os
 import queue
+import re
 import threading
 import time
 
 MAX_LINE_BYTES = 65536
 MAX_KEPT_BYTES = 2**20
 """Of one stream, once it is asked to remember: the stacks of hundreds of threads."""
+_WATCHDOG = rb"watchdog thread terminated with exception:"
+_WHY = re.compile(rb"(?:^what\(\):(?:.*%s)?|%s)\s+(\S.*)" % (_WATCHDOG, _WATCHDOG))
+"""How C++ says for what exception it ends a process, and NCCL's watchdog before that; frames and stacks follow."""
 
 
 class Output:
@@ -56,6 +60,8 @@ class Forwarder:
         """``source`` is the read end of a pipe, owned from now on."""
         self.last_line = ""
         """Last line with anything on it."""
+        self.exception = ""
+        """The first of C++ that it said the process ends for, if any."""
         self._kept: bytearray | None = None
         self._source = source
         self._output = output
@@ -94,6 +100,8 @@ class Forwarder:
     def _forward(self, line: bytes) -> None:
         if stripped := line.strip():
             self.last_line = stripped[-500:].decode(errors="replace")
+            if not self.exception and (found := _WHY.search(stripped)):
+                self.exception = found[1][:500].decode(errors="replace")
         if self._kept is not None and len(self._kept) + len(line) < MAX_KEPT_BYTES:
             self._kept += line + b"\n"
         self._output.write(self._descriptor, self._prefix + line + b"\n")

@@ -154,7 +154,8 @@ class Workers:
                 time=time_of_error or datetime.now(UTC),
                 killed=self.killed,
                 error=error,
-                last_line=worker.stderr.last_line,
+                # What ends a process by a signal prints the stacks of all its threads behind the reason.
+                last_line=(worker.stderr.exception if code < 0 else "") or worker.stderr.last_line,
             )
 
     @property
