@@ -7,6 +7,8 @@ from sft_api.failures import FailureClass
 from .brought import as_named
 from .errors import DISK_DENIED, DISK_FULL, TrainingError
 
+_NCCL_SAYS = "Last error: "
+"""Before the reason, in an error of NCCL's: what stands before that is the same for all of its kind."""
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout", "nccl error")
 
 
@@ -29,6 +31,17 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
             f"user {os.getuid()} may not use a file ({error}): change its owner or mode, or set SFT_CACHE_DIR (HF_HOME "
             "for the hub) to a folder that can be written"
         )
+    if isinstance(error, RuntimeError) and "nccl error" in text.lower():
+        said = text.partition(_NCCL_SAYS)[2] or text
+        if "creating shared memory segment" in said:
+            return FailureClass.UNKNOWN, (
+                f"there is no room in /dev/shm, through which NCCL sends at step {step + 1}: raise "
+                "compute.sharedMemorySize and, as that is at most half of it, compute.resources.limits.memory "
+                f"({said[:300]})"
+            )
+        if "ncclInvalidUsage" in text or "ncclInvalidArgument" in text:
+            return FailureClass.UNKNOWN, f"NCCL cannot be used as it is here, at step {step + 1} ({said[:300]})"
+        return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({said[:300]})"
     if isinstance(error, (RuntimeError, OSError)) and any(word in text.lower() for word in _PEER_WORDS):
         return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({text[:300]})"
     return FailureClass.UNKNOWN, f"{type(error).__name__} at step {step + 1}: {text[:1000]}"

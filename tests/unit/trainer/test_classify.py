@@ -12,6 +12,20 @@ from sft_trainer.classify import classify
 from sft_trainer.errors import DataError
 
 
+def of_nccl(kind: str, said: str, reason: str) -> RuntimeError:
+    """An error as torch words it: what is the same for all of its kind, and then the reason."""
+    return RuntimeError(
+        f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:77, {kind} (run with NCCL_DEBUG=INFO for "
+        f"details), NCCL version 2.27.5\n{said}\nLast error:\n{reason}"
+    )
+
+
+_SYSTEM = (
+    "unhandled system error",
+    "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. ",
+)
+
+
 @pytest.mark.parametrize(
     ("error", "failure", "words"),
     [
@@ -24,6 +38,21 @@ from sft_trainer.errors import DataError
         (PermissionError(errno.EACCES, "Denied", "/cache/x"), FailureClass.ACCESS_DENIED, "/cache/x"),
         (OSError(errno.EROFS, "Read-only", "/cache"), FailureClass.ACCESS_DENIED, f"user {os.getuid()} may not"),
         (RuntimeError("Connection closed by peer [127.0.0.1]"), FailureClass.PEER_LOST, "went away at step 5"),
+        (
+            of_nccl(*_SYSTEM, "socketPollConnect: connect returned Connection refused"),
+            FailureClass.PEER_LOST,
+            "another process of the group went away at step 5 (socketPollConnect: connect returned",
+        ),
+        (
+            of_nccl(*_SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No space"),
+            FailureClass.UNKNOWN,
+            "raise compute.sharedMemorySize",
+        ),
+        (
+            of_nccl("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage", "Duplicate GPU detected"),
+            FailureClass.UNKNOWN,
+            "(Duplicate GPU detected)",
+        ),
         (KeyError("lm_head"), FailureClass.UNKNOWN, "KeyError at step 5: 'lm_head'"),
     ],
 )
