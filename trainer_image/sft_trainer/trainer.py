@@ -473,6 +473,9 @@ class Trainer:
         rate = learning_rate(self.spec, self.config.plan.learning_rate, self.step, self.prepared.total_steps)
         # A step whose loss or gradients are not finite changes nothing, on all processes alike.
         ok = torch.isfinite(sums[0] / step.trained_tokens) & torch.isfinite(sums[2])
+        # Each replica adds its norm up by itself, perhaps in another order: by one of another last bit they would drift
+        # apart, and what is saved is of all of them. The mean is the same for all, and of equal ones it is these.
+        norm = (sums[2] / self.topology.world_size).to(norm.dtype)
         waited = self.saving.copied(self.device)  # a save of the step before is copied beside this one, up to here
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
         self.step += 1

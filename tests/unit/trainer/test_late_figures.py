@@ -25,6 +25,7 @@ from sft_trainer.outage import Outage
 from sft_trainer.records import RecordsFile
 from sft_trainer.reporting import Reporter
 from sft_trainer.skipped import SkippedSteps
+from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_run_story import step_done
@@ -174,6 +175,31 @@ def test_a_run_that_saves_nothing_makes_steps_as_others_do(tmp_path: Path) -> No
     story._learn(story._launch())
 
     assert story.figures.step == 1
+
+
+def test_all_replicas_clip_by_one_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given two replicas, whose sums of squares differ in the last bit
+    norms = [torch.tensor(1.0), torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))]
+    clipped: list[float] = []
+
+    def added_up(values: list[Any], device: torch.device) -> torch.Tensor:
+        sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        sums[2] = sum(float(norm) for norm in norms)
+        return sums
+
+    monkeypatch.setattr(trainer, "summed", added_up)
+    for norm in norms:
+        story = Story(tmp_path, {})
+        story.device, story._shares = CPU, story._feed()
+        story.topology = Topology(rank=0, local_rank=0, world_size=2, replicate=2)
+        story.strategy.grad_norm = lambda norm=norm: norm  # type: ignore[method-assign,misc]
+        story.strategy.apply = lambda rate, most, by, ok: clipped.append(float(by))  # type: ignore[method-assign]
+
+        # When each makes a step
+        story._launch()
+
+    # Then both scale their gradients alike
+    assert clipped[0] == clipped[1]
 
 
 def test_a_wait_for_the_copy_of_a_save_is_no_part_of_the_step(tmp_path: Path) -> None:
