@@ -117,6 +117,11 @@ def test_broken_connections_are_consequences(message: str) -> None:
     [
         (FailureClass.PEER_LOST, "", True),
         (FailureClass.WORKER_CRASHED, "worker of rank 1 was ended by SIGABRT", True),
+        (
+            FailureClass.WORKER_CRASHED,
+            "worker of rank 1 was ended by SIGABRT: CUDA error: uncorrectable ECC error encountered",
+            False,
+        ),
         (FailureClass.WORKER_CRASHED, "worker of rank 1 was ended by SIGSEGV", False),
         (FailureClass.UNKNOWN, "ValueError: bad value", False),
         (FailureClass.STORAGE_UNAVAILABLE, "connection reset by peer", False),

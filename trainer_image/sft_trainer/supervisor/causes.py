@@ -30,6 +30,9 @@ _BROKEN_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 
+_OWN_GPU = "CUDA error"
+"""In what ends a process whose own GPU has failed, or an assertion on it."""
+
 
 @dataclass(frozen=True)
 class WorkerExit:
@@ -100,8 +103,10 @@ def is_consequence(failure: Failure) -> bool:
         return True
     if failure.failure is FailureClass.UNKNOWN:
         return _BROKEN_CONNECTION.search(failure.message) is not None
-    # NCCL's and gloo's watchdogs abort the process when a peer is gone.
-    return failure.failure is FailureClass.WORKER_CRASHED and "SIGABRT" in failure.message
+    # NCCL's and gloo's watchdogs abort the process when a peer is gone; NCCL's also when its own GPU has failed, mostly
+    # before the thread that trains comes to say so.
+    aborted = failure.failure is FailureClass.WORKER_CRASHED and "SIGABRT" in failure.message
+    return aborted and _OWN_GPU not in failure.message
 
 
 def _tier(failure: Failure) -> int:
