@@ -1,6 +1,7 @@
 """What a running job shows: one line that changes on a terminal, lines now and then elsewhere."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -9,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol, TextIO
 
 import click
@@ -27,6 +29,8 @@ _SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SIGNS_PER_SECOND = 8
 _ERASE_BELOW = "\x1b[J"
 _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+_LEAVE_IT = (signal.SIGTSTP, signal.SIGQUIT)
+"""What has a shell write to the terminal while the line is open: Ctrl-Z, and Ctrl-\\, which ends at once."""
 _BEFORE_ANY_REPORT = "Starting: the supervisor"
 _GOES_ON = (Phase.TRAINING, Phase.EVALUATING)
 """What an outage of the store does not hold up."""
@@ -130,7 +134,8 @@ class TerminalDisplay:
     """A line that is overwritten in place, in a thread of its own that keeps its sign moving.
 
     The width of the terminal is asked for at every look. When it shrank, a terminal has broken the line that stands
-    there into several rows: they are counted, and go together.
+    there into several rows: they are counted, and go together. Who leaves it by Ctrl-Z or Ctrl-\\ has a cursor again:
+    shells do not show it.
     """
 
     def __init__(self, stream: TextIO, width: Callable[[], int] | None = None) -> None:
@@ -138,9 +143,15 @@ class TerminalDisplay:
         self._width = width or partial(terminal_width, stream)
         self._progress: Progress | None = None
         self._shown = ""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while its own thread writes
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="live line", daemon=True)
+        # What the caller had ignored stays ignored.
+        self._before = {
+            number: signal.signal(number, self._leave)
+            for number in _LEAVE_IT
+            if signal.getsignal(number) is signal.SIG_DFL
+        }
         self._write(_HIDE_CURSOR + self._drawn())
         self._thread.start()
 
@@ -157,6 +168,30 @@ class TerminalDisplay:
             self._closed.set()
             self._thread.join()
             self._write(self._erased() + _SHOW_CURSOR)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _leave(self, number: int, _: FrameType | None) -> None:
+        """Do what the signal does by itself, end or stop, with a cursor; after a stop go on where it was."""
+        with self._lock:
+            self._write_now(self._erased() + _SHOW_CURSOR)
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            signal.signal(number, self._leave)
+            if self._is_in_front():
+                self._write_now(_HIDE_CURSOR)
+
+    def _write_now(self, text: str) -> None:
+        """Past the stream, which may be at a write of its own, and takes no other within it."""
+        with suppress(OSError, ValueError):
+            os.write(self._stream.fileno(), text.encode())
+
+    def _is_in_front(self) -> bool:
+        """Whether it goes on in the foreground; in the background the cursor is the shell's."""
+        try:
+            return os.tcgetpgrp(self._stream.fileno()) == os.getpgrp()
+        except (OSError, ValueError):
+            return False
 
     def _run(self) -> None:
         while not self._closed.wait(1 / _SIGNS_PER_SECOND):

@@ -1,7 +1,13 @@
 """What a running job shows."""
 
 import io
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
@@ -230,6 +236,36 @@ def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:
     text = screen.getvalue()
     assert re.search(r"\x1b\[33mWarning: data that is longer than a line\x1b\[0m\n. step 3/40", text)
     assert text.endswith("\r\x1b[J\x1b[?25h")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGQUIT])
+def test_who_leaves_the_terminal_by_a_key_has_a_cursor_there(number: signal.Signals) -> None:
+    shows = (
+        "import resource, sys, time; from sft_cli.live import TerminalDisplay; "
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); TerminalDisplay(sys.stderr); time.sleep(60)"
+    )
+    screen, terminal = pty.openpty()
+    # In a group of its own in the session of this process, as a shell starts it: else nothing would stop it.
+    with subprocess.Popen([sys.executable, "-c", shows], stderr=terminal, process_group=0) as process:
+        try:
+            shown = os.read(screen, 4096)
+            os.kill(process.pid, number)
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            while b"?25h" not in shown and select.select([screen], [], [], 5)[0]:
+                shown += os.read(screen, 4096)
+            left = shown.endswith(b"\r\x1b[J\x1b[?25h")
+            if number == signal.SIGQUIT:
+                assert os.WTERMSIG(status) == number
+            else:
+                assert os.WSTOPSIG(status) == number
+                os.kill(process.pid, signal.SIGCONT)
+                assert b"Starting: the supervisor" in os.read(screen, 4096)
+        finally:
+            process.kill()
+            os.close(terminal)
+            os.close(screen)
+
+    assert left
 
 
 @pytest.mark.parametrize(
