@@ -78,6 +78,13 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
 
     Raises UserError for what cannot work on this machine, before anything is started.
     """
+    # A key that is pressed too late, as a second Ctrl-C when the run has just saved, takes away neither what is told of
+    # it at the end nor its exit code.
+    with ExitStack() as signals:
+        return _run_job(job, manifest, options, signals)
+
+
+def _run_job(job: SFTJob, manifest: Path, options: Options, signals: ExitStack) -> int:
     job = with_launcher(job, options.launcher)
     gpus = visible_gpus(os.environ) if job.spec.compute.gpus_per_node else 0
     job = with_gpu_memory(job, gpu_memory(os.environ) if gpus else None)
@@ -90,8 +97,8 @@ def run_job(job: SFTJob, manifest: Path, options: Options) -> int:
         files = _write_files(run)
         _introduce(run, files, options.overrides)
         start, began = datetime.now(UTC), time.monotonic()
+        interruptions = signals.enter_context(Interruptions())
         with (
-            Interruptions() as interruptions,
             Supervisor(
                 config=files.config,
                 processes=run.config.plan.processes,
