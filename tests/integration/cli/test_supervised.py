@@ -1,5 +1,6 @@
 """`sft run` with the real supervisor, real processes, and a worker that only counts."""
 
+import fcntl
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -277,6 +279,25 @@ def test_ctrl_c_saves_and_says_how_to_go_on(runs: Runs) -> None:
     code, out, _ = runs.run("--processes", "1")
     assert code == 0
     assert status_of(out).attempt == 2
+
+
+def test_ctrl_c_as_the_result_is_told_takes_neither_that_nor_the_exit_code(runs: Runs) -> None:
+    # Given a run whose result does not fit into the pipe that it goes to, and who does not read yet
+    process = runs.start(warnings=["w" * 900 + str(number) for number in range(10)])
+    assert process.stdout is not None
+    size = fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    wait_until(lambda: _unread(process.stdout) >= size)
+
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+
+    assert code == 0, err
+    assert status_of(out).state == "Complete"
+
+
+def _unread(pipe: Any) -> int:
+    """Bytes in ``pipe``."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_ctrl_c_twice_kills(runs: Runs) -> None:
