@@ -269,7 +269,7 @@ def test_a_process_that_has_told_of_one_thread_is_given_time_for_the_others(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_stacks_of_a_process_that_the_end_of_another_took_along_are_kept_too(killed: bool) -> None:
+def test_the_stacks_of_a_process_that_the_end_of_another_took_along_are_kept_too(killed: bool, tmp_path: Path) -> None:
     # Given a pod whose worker was asked for its stacks and has ended, by its supervisor or as its peer was killed
     workers = SimpleNamespace(
         all_ended=True, killed=killed, stacks_wanted=1.0, traces=["told"], drain=Mock(), left_well=False
@@ -277,6 +277,7 @@ def test_the_stacks_of_a_process_that_the_end_of_another_took_along_are_kept_too
     node: Any = object.__new__(Node)
     node._starts, node._keeping, node._judge = Mock(), Mock(), Mock()
     node._order, node._stop_since = SimpleNamespace(traces="step-00000004-a00001"), None
+    node._settings = SimpleNamespace(run_dir=tmp_path)
 
     # When it is seen, then what it told is kept, once: before a kill it was
     node._tend(workers)
