@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import stat
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
@@ -14,8 +15,6 @@ from sft_api.failures import ExitCode
 
 from .errors import UserError
 
-_NOBODY_READS = frozenset({errno.EPIPE, errno.EIO})
-"""Errors of a pipe that nobody reads any more, and of a terminal that is gone."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _CONTROLS = re.compile(r"(\x1b\[[0-9;]*m)|\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -66,20 +65,31 @@ def coloured(stream: TextIO) -> bool:
 def result(text: str, **style: Any) -> None:
     """A line of what the command was asked for; ``style`` as of ``click.style``.
 
-    Raises UserError where it goes into a file for which there is no room.
+    Raises UserError where it goes into a file that does not take it.
     """
     text = harmless(text, sys.stdout)
     try:
         click.echo(click.style(text, **style) if style else text, color=coloured(sys.stdout))
     except OSError as error:
+        nobody_reads = _nobody_reads(error, sys.stdout.fileno())
         # Who reads it has seen enough, as `head` has: the rest goes nowhere, and the exit code stays the command's own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno not in _NOBODY_READS:
+        if not nobody_reads:
+            is_full = error.errno in _FULL
+            remedy = "make room where it goes, then give the command again" if is_full else "send it elsewhere"
             raise UserError(
-                f"standard output cannot be written ({error.strerror}): make room where it goes, then give the "
-                "command again",
-                exit_code=ExitCode.STORAGE_FULL if error.errno in _FULL else ExitCode.CONFIG_ERROR,
+                f"standard output cannot be written ({error.strerror}): {remedy}",
+                exit_code=ExitCode.STORAGE_FULL if is_full else ExitCode.CONFIG_ERROR,
             ) from error
+
+
+def _nobody_reads(error: OSError, descriptor: int) -> bool:
+    """Whether it is that of a pipe that nobody reads any more, or of a terminal that is gone.
+
+    A disk that fails says the same as such a terminal, and of a file everything is missed.
+    """
+    gone = error.errno == errno.EIO and not stat.S_ISREG(os.fstat(descriptor).st_mode)
+    return error.errno == errno.EPIPE or gone
 
 
 def say(text: str, **style: Any) -> None:

@@ -71,6 +71,17 @@ def test_what_is_written_to_a_terminal_that_is_gone_is_no_error(good: Path) -> N
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_file_that_cannot_be_written_is_no_terminal_that_is_gone(good: Path) -> None:
+    """Both say EIO: of a disk that fails nothing was told, and what a script went on with was cut off."""
+    command = [sys.executable, "-m", "sft_cli.main", "plan", str(good)]
+    # What it is opened at, address 0 of this process, is never there.
+    with Path("/proc/self/mem").open("wb") as failing:
+        done = subprocess.run(command, stdout=failing, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert done.returncode == 10
+    assert done.stderr == "standard output cannot be written (Input/output error): send it elsewhere\n"
+
+
 @pytest.mark.parametrize("command", ["run GOOD", "export GOOD", "checkpoints list tiny", "validate BAD"])
 def test_a_current_folder_that_is_gone_is_said(command: str, tmp_path: Path) -> None:
     """As a shell that another one has removed the folder of."""
