@@ -100,7 +100,8 @@ def _documents(text: str) -> list[Any]:
 
 
 def _json_documents(text: str) -> list[Any]:
-    """Every document of ``text``, which may be several behind one another: jq writes them so, and kubectl takes them.
+    """Every document of ``text``, which may be several behind one another: jq writes them so, and kubectl takes them,
+    but for ``null``, which jq writes of what is not there.
 
     Raises ``json.JSONDecodeError``.
     """
@@ -109,7 +110,7 @@ def _json_documents(text: str) -> list[Any]:
     while at < len(text):
         document, end = decoder.raw_decode(text, at)
         _check_levels(document)
-        documents.append(document)
+        documents += [] if document is None else [document]
         at = _behind_space(text, end)
     return documents
 

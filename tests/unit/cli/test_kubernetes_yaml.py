@@ -101,6 +101,7 @@ def test_json_is_read_too() -> None:
     assert read_documents("{a: 1, b: yes}") == [{"a": 1, "b": True}]
     # As jq writes several, and kubectl takes them; and with YAML's line between them
     assert read_documents('{"a": 1}\n{"a": 1.0}{"b": []}\n') == [{"a": 1}, {"a": 1}, {"b": []}]
+    assert read_documents('{"a": 1}\nnull\n{"b": []}\n') == [{"a": 1}, {"b": []}]
     assert read_documents('{"a": 1}\n---\n{b: yes}\n') == [{"a": 1}, {"b": True}]
 
 
