@@ -82,6 +82,7 @@ OTHERS = {
     "columns": COLUMNS,
     "script": {"script.py": b"import datasets\n"},
     "unclosed": {"README.md": b"---\nconfigs: [\n---\n", "train.jsonl": b'{"n": 1}\n'},
+    "deep": {"README.md": b"---\nconfigs: " + b"[" * 100_000 + b"\n---\n", "train.jsonl": b'{"n": 1}\n'},
     "words": {"README.md": b"# Nothing yet\n"},
 }
 
@@ -206,7 +207,8 @@ def test_rows_are_those_that_the_card_says(
     ("name", "words"),
     [
         ("script", r"hf://org/script is made by a script, which is not run .*: add @refs/convert/parquet"),
-        ("unclosed", r"hf://org/unclosed: the head of its README\.md, .*, is no YAML: correct it on the hub"),
+        ("unclosed", r"hf://org/unclosed: the head of its README\.md, .*, is no YAML that can be read: correct it"),
+        ("deep", r"hf://org/deep: the head of its README\.md, .*, is no YAML that can be read: correct it"),
         ("words", r"hf://org/words has no data files; name another data set or revision"),
     ],
 )

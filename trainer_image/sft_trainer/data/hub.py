@@ -110,10 +110,10 @@ def _hub_errors(uri: str, cache_dir: Path) -> Iterator[None]:
         if disk := disk_cause(error):
             raise disk_error(disk, cache_dir) from error
         raise DataError(f"data source {uri}: {error.__cause__ or error}") from error
-    except YAMLError as error:
+    except (YAMLError, RecursionError) as error:  # or one that is nested too deeply
         raise DataError(
-            f"data source {uri}: the head of its README.md, which says what its files are, is no YAML: correct it on "
-            f"the hub ({error})"
+            f"data source {uri}: the head of its README.md, which says what its files are, is no YAML that can be "
+            f"read: correct it on the hub ({error})"
         ) from error
     except (DataFilesNotFoundError, EmptyDatasetError) as error:
         raise DataError(f"data source {uri} has no data files; name another data set or revision ({error})") from error
