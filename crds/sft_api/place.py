@@ -58,7 +58,8 @@ ExportChoice = Literal["last", "best"]
 ORIGIN_FIELD = "checkpoint.resume.from"
 VERSION = 1
 LONGEST_RECORD = 16 * 2**20
-"""Bytes, so many of which are read at most: a record, or a sign of life, takes some kB, and others may write there."""
+"""Bytes, so many of which are read at most: a record, the claim of an attempt, a report or a sign of life takes some
+kB, and others may write there."""
 _OWN_DIGEST = "sha256"
 """Of all else in a record. Those of older versions have none."""
 TAKE_OVER_VARIABLE = "SFT_TAKE_OVER"

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from sft_api.checkpoints import STATUS_KEY, CheckpointId, Manifest
-from sft_api.place import DONE_KEY, Done, ExportRecord, complete_progress, encode_done, form_of
+from sft_api.place import DONE_KEY, LONGEST_RECORD, Done, ExportRecord, complete_progress, encode_done, form_of
 from sft_api.progress import Phase, TrainingProgress
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import ExportStatus
@@ -169,6 +169,6 @@ def _export(
 def _reported(store: Store) -> TrainingProgress | None:
     """What the run reported last; None where that cannot be read."""
     try:
-        return TrainingProgress.model_validate_json(store.read(STATUS_KEY), extra="ignore")
+        return TrainingProgress.model_validate_json(store.read(STATUS_KEY, LONGEST_RECORD), extra="ignore")
     except (StorageNotFoundError, ValidationError):
         return None

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sft_api.checkpoints import CheckpointId
+from sft_api.checkpoints import STATUS_KEY, AttemptClaim, CheckpointId, attempt_key
 from sft_api.place import ALIVE_KEY, DONE_KEY, LONGEST_RECORD, ORIGIN_FIELD, RUN_KEY, RunRecord, decode_record
+from sft_api.progress import TrainingProgress
 from sft_api.trainer_config import TrainerConfig
+from sft_trainer import done
 from sft_trainer.alive import read_beat
 from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.errors import StoreSharedError
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.entering import enter
@@ -160,6 +164,23 @@ def test_no_more_is_read_of_a_record_than_one_may_have(store: Store) -> None:
     assert len(sign) == LONGEST_RECORD
     store.put(RUN_KEY, b"whole")
     assert [store.read(RUN_KEY, most) for most in (3, 5, 100)] == [b"who", b"whole", b"whole"]
+
+
+def test_no_more_is_read_of_claims_and_reports_than_they_may_have(store: Store) -> None:
+    claim = AttemptClaim(attempt=1, job_uid="uid", claim_id="c", host="h", time=datetime.now(UTC))
+    store.put(attempt_key(1), claim.model_dump_json(by_alias=True).encode())
+    store.put(STATUS_KEY, TrainingProgress(step=6).model_dump_json().encode())
+    known = Catalog(store).newest_claim_of("uid")
+    told = done._reported(store)
+    assert (known and known.attempt, told and told.step) == (1, 6)
+
+    # Of those that are longer the end, which makes them whole, is not read
+    for key in (attempt_key(1), STATUS_KEY):
+        store.put(key, b" " * LONGEST_RECORD + store.read(key))
+
+    assert (Catalog(store).newest_claim_of("uid"), done._reported(store)) == (None, None)
+    with pytest.raises(StoreSharedError, match="another start"):
+        Catalog(store).check_newest(1, "uid")
 
 
 def test_a_record_that_is_just_being_written_is_waited_for(store: Store) -> None:

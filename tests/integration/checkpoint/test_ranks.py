@@ -133,7 +133,7 @@ def test_without_a_process_group_it_is_the_same_checkpoint(tmp_path: Path) -> No
 class PiecesOnly(LocalStore):
     """Of a rank that is given its part of the index."""
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, most: int | None = None) -> bytes:
         raise AssertionError(f"{key} is read by more than one rank")
 
     def read_range(self, key: str, offset: int, length: int) -> bytes:

@@ -22,6 +22,7 @@ from sft_api.checkpoints import (
     missing_or_wrong,
     newest_attempt,
 )
+from sft_api.place import LONGEST_RECORD
 from sft_api.report import best_of, checkpoint_status
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.errors import AttemptSupersededError, ObjectNotFoundError, StoreSharedError
@@ -130,7 +131,7 @@ class Catalog:
         """The newest claim of an attempt by that object which can be read; None when there is none."""
         for number in range(self.newest_attempt(), 0, -1):
             try:
-                claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number)))
+                claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number), LONGEST_RECORD))
             except (ObjectNotFoundError, ValidationError):
                 continue
             if claim.job_uid == job_uid:
@@ -144,7 +145,7 @@ class Catalog:
         """
         for newer in range(self.newest_attempt(), attempt, -1):
             try:
-                claim = self._store.read(attempt_key(newer))
+                claim = self._store.read(attempt_key(newer), LONGEST_RECORD)
             except ObjectNotFoundError:
                 continue  # it was refused there, and has taken its claim back
             message = f"attempt {attempt} was superseded: attempt {newer} was claimed in {self._store.uri}"
@@ -159,7 +160,7 @@ class Catalog:
 
     def _check_own(self, attempt: int, job_uid: str) -> None:
         try:
-            claim = self._store.read(attempt_key(attempt))
+            claim = self._store.read(attempt_key(attempt), LONGEST_RECORD)
         except ObjectNotFoundError:
             claim = b""
         if f'"{job_uid}"'.encode() not in claim:

@@ -26,6 +26,7 @@ from sft_api.checkpoints import (
     missing_or_wrong,
 )
 from sft_api.numbers import Numbers, NumbersError
+from sft_api.place import LONGEST_RECORD
 from sft_api.progress import Incident
 from sft_api.v1alpha1.status import CheckpointStatus
 from sft_trainer.checkpoint.catalog import Catalog, KeepPolicy, Skipped, kept_by, status_of
@@ -148,7 +149,7 @@ class Protocol:
         if number < 1:
             return ()
         try:
-            claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number)))
+            claim = AttemptClaim.model_validate_json(self._store.read(attempt_key(number), LONGEST_RECORD))
         except (StorageNotFoundError, ValidationError) as error:
             logger.warning("What attempt %d was told of those before it is lost: %s", number, error)
             return ()
