@@ -55,7 +55,7 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 # The same weights under other names (gpt-oss, Llama; Mistral), and models that a run exported on its way to this one:
 # each is as large again.
 _OTHERWISE = ("original/*.safetensors", "consolidated*.safetensors", f"{STEP_EXPORTS}[0-9]*/*")
-_INDEX = "model.safetensors.index.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FOR_GOOD = (400, 410, 451)
 """What the hub answers to what it will answer to again: no name or revision can be so called, removed, forbidden."""
 _WORDS_SHOWN = 200
@@ -312,8 +312,9 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
             return Path(path)
 
         if kind == "model":
-            beginning = fetched(("config.json", _INDEX))
-            return fetched((*_TOKENIZER_FILES, *_weights_named(beginning / _INDEX)))
+            path = fetched((*_TOKENIZER_FILES, _SINGLE))
+            shards = _shards_named(path)
+            return fetched(shards) if shards else path
         return fetched(None if kind == "dataset" else _TOKENIZER_FILES)
     except TrainingError:
         raise
@@ -323,15 +324,17 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
         raise hub_error(error, uri, kind) from error
 
 
-def _weights_named(index: Path) -> list[str]:
-    """Patterns of the files that have the weights of a model; checkpoints and other forms lie beside many on the hub.
+def _shards_named(path: Path) -> list[str]:
+    """Patterns of the files that have the weights of the model in ``path``, whose index is there; none where one file
+    has them, which counts before an index. Checkpoints and other forms lie beside many on the hub.
 
     What is wrong with the index is said where it is read.
     """
     named: set[str] = set()
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        named = {glob.escape(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-    return ["model.safetensors", *sorted(named)]
+        if not (path / _SINGLE).is_file():
+            named = {glob.escape(name) for name in json.loads((path / _INDEX).read_bytes())["weight_map"].values()}
+    return sorted(named)
 
 
 def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:

@@ -331,6 +331,11 @@ def test_of_a_model_in_shards_the_hub_is_asked_for_those_of_the_index(
 
     assert found == {name: data for name, data in files.items() if name not in others}
 
+    # Where it was saved anew as one file, that is the model, and what is left of the shards is not asked for
+    monkeypatch.setitem(HUB_FILES, "model.safetensors", b"weights")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "another"))
+    assert not files_below(localise("hf://org/tiny", tmp_path, kind="model")).keys() & shards.keys()
+
 
 def test_a_mirror_is_asked_for_no_empty_folders(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", f"{hub.endpoint}/")
