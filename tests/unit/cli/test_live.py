@@ -241,7 +241,9 @@ def test_the_terminal_shows_one_line_that_is_gone_at_the_end() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGQUIT])
 def test_who_leaves_the_terminal_by_a_key_has_a_cursor_there(number: signal.Signals) -> None:
     shows = (
-        "import resource, sys, time; from sft_cli.live import TerminalDisplay; "
+        "import resource, signal, sys, time; from sft_cli.live import TerminalDisplay; "
+        # What started the tests may ignore them.
+        "signal.signal(signal.SIGQUIT, signal.SIG_DFL); signal.signal(signal.SIGTSTP, signal.SIG_DFL); "
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); TerminalDisplay(sys.stderr); time.sleep(60)"
     )
     screen, terminal = pty.openpty()

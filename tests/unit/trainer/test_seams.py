@@ -31,7 +31,8 @@ def test_only_strategies_know_how_parameters_are_sharded() -> None:
 
 def test_only_few_speak_to_other_processes() -> None:
     speaking = {name for name in who_imports("torch.distributed") if not name.startswith("strategies/")}
-    assert speaking == {"checkpoint/group.py", "distributed.py", "topology.py"}
+    # versions.py gives a group its time-out, by a name that differs between versions of torch.
+    assert speaking == {"checkpoint/group.py", "distributed.py", "topology.py", "versions.py"}
 
 
 _OF_SHARDED_TENSORS = {"full_tensor", "to_local", "redistribute", "device_mesh", "placements", "from_local"}
