@@ -9,7 +9,7 @@ from .errors import DISK_DENIED, DISK_FULL, TrainingError
 
 _NCCL_SAYS = "Last error: "
 """Before the reason, in an error of NCCL's: what stands before that is the same for all of its kind."""
-_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout", "nccl error")
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout")
 
 
 def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
