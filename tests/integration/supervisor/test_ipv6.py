@@ -4,11 +4,8 @@ import asyncio
 
 from sft_api.progress import Progress
 from sft_operator.cluster.progress_client import ProgressClient
-from tests.ipv6 import NEEDS_IPV6
 
 from .pods import Group, Pod, wait_for
-
-pytestmark = NEEDS_IPV6
 
 
 def asked(pod: Pod, address: str) -> Progress:

@@ -12,7 +12,6 @@ import torch
 from sft_api.ports import free_port
 from sft_trainer.distributed import Ranks, collective_timeout, device_for, join_group, summed
 from sft_trainer.errors import DeviceUnavailableError
-from tests.ipv6 import NEEDS_IPV6
 
 
 def ranks(local_rank: int = 0, local_world_size: int = 1) -> Ranks:
@@ -109,7 +108,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", pytest.param("::1", marks=NEEDS_IPV6)])
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_after_the_rendezvous_no_process_waits_for_a_day(address: str) -> None:
     # Given two that have met, of which one does nothing more
     environment = {

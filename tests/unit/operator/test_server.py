@@ -9,11 +9,10 @@ from prometheus_client import CollectorRegistry
 from sft_api.ports import free_port
 from sft_operator import server
 from sft_operator.cluster.requests import Requests
-from tests.ipv6 import NEEDS_IPV6
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=NEEDS_IPV6)])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_probes_reach_it_at_an_address_of_either_kind(run: object, host: str) -> None:
     async def token() -> None:
         return None
