@@ -13,6 +13,7 @@
 
 import errno
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def _json(document: BaseModel) -> bytes:
 
 def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # The number of a thread is that of no other one, in whichever process: each writes a file of its own.
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}")
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
