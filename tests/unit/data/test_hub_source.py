@@ -84,6 +84,19 @@ OTHERS = {
     "unclosed": {"README.md": b"---\nconfigs: [\n---\n", "train.jsonl": b'{"n": 1}\n'},
     "deep": {"README.md": b"---\nconfigs: " + b"[" * 100_000 + b"\n---\n", "train.jsonl": b'{"n": 1}\n'},
     "words": {"README.md": b"# Nothing yet\n"},
+    "pictures": {
+        "README.md": b"""---
+configs:
+- {config_name: default, data_files: rows.json, field: rows}
+dataset_info:
+  features:
+  - {name: n, dtype: int64}
+  - {name: picture, dtype: image}
+  - {name: pages, list: [{name: shown, dtype: image}]}
+---
+""",
+        "rows.json": b'{"rows": [{"n": 1, "picture": "/no/picture.png", "pages": [{"shown": "/no/page.png"}]}]}',
+    },
 }
 
 
@@ -201,6 +214,13 @@ def test_rows_are_those_that_the_card_says(
 ) -> None:
     found = open_hub(tmp_path, f"hf://org/{name}", subset=subset)
     assert [row for _, row in found.read(0, len(found))] == rows
+
+
+def test_pictures_beside_the_text_are_not_opened(hub: Hub, tmp_path: Path) -> None:
+    # Their addresses are chosen by whoever wrote the data set.
+    found = open_hub(tmp_path, "hf://org/pictures")
+    row = {"n": 1, "picture": {"path": "/no/picture.png"}, "pages": [{"shown": {"path": "/no/page.png"}}]}
+    assert [row for _, row in found.read(0, len(found))] == [row]
 
 
 @pytest.mark.parametrize(
