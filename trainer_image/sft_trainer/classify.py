@@ -1,6 +1,7 @@
 """From an exception to a failure class and a sentence for the user."""
 
 import os
+import re
 
 from sft_api.failures import FailureClass
 
@@ -9,6 +10,9 @@ from .errors import DISK_DENIED, DISK_FULL, TrainingError
 
 _NCCL_SAYS = "Last error: "
 """Before the reason, in an error of NCCL's: what stands before that is the same for all of its kind."""
+_LOCKED = re.compile(r"(\bibv_|NET/OFI).*cannot allocate memory", re.IGNORECASE)
+"""Of InfiniBand's and libfabric's calls: what they register is locked, and a process may lock 8 MiB where nobody has
+said more."""
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout")
 
 
@@ -38,6 +42,12 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
                 f"there is no room in /dev/shm, through which NCCL sends at step {step + 1}: raise "
                 "compute.sharedMemorySize and, as that is at most half of it, compute.resources.limits.memory "
                 f"({said[:300]})"
+            )
+        if _LOCKED.search(said):
+            return FailureClass.UNKNOWN, (
+                f"NCCL may not lock the memory that it sends by RDMA at step {step + 1}: have the container runtime of "
+                "the node give pods no limit of that (LimitMEMLOCK=infinity in the service of containerd or CRI-O), or "
+                f"set NCCL_IB_DISABLE=1 in compute.env to send by TCP ({said[:300]})"
             )
         if "ncclInvalidUsage" in text or "ncclInvalidArgument" in text:
             return FailureClass.UNKNOWN, f"NCCL cannot be used as it is here, at step {step + 1} ({said[:300]})"

@@ -49,6 +49,24 @@ _SYSTEM = (
             "raise compute.sharedMemorySize",
         ),
         (
+            of_nccl(*_SYSTEM, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"),
+            FailureClass.UNKNOWN,
+            "NCCL may not lock the memory that it sends by RDMA at step 5: have the container runtime of the node",
+        ),
+        (
+            of_nccl(
+                *_SYSTEM,
+                "NET/OFI Unable to register memory (type = 2) for device 0. RC: -12, Error: Cannot allocate memory",
+            ),
+            FailureClass.UNKNOWN,
+            "LimitMEMLOCK=infinity",
+        ),
+        (
+            of_nccl(*_SYSTEM, "Call to ibv_modify_qp failed with error Connection timed out"),
+            FailureClass.PEER_LOST,
+            "(Call to ibv_modify_qp failed with error Connection timed out)",
+        ),
+        (
             of_nccl("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage", "Duplicate GPU detected"),
             FailureClass.UNKNOWN,
             "(Duplicate GPU detected)",
