@@ -51,11 +51,14 @@ print("user", os.getuid(), os.access(os.environ["HOME"], os.W_OK))
 print("compiled", os.path.exists(torch.__cached__), os.path.exists(sft_trainer.__cached__))
 import importlib.util
 print("megatron", importlib.util.find_spec("megatron"))
+import ctypes
+# As NCCL opens them; without the first it takes TCP.
+print("RDMA", *(ctypes.CDLL(name)._name for name in ("libibverbs.so.1", "libmlx5.so.1")))
 """
     said = _run_to_end(cluster, namespace, trainer_image, "python", "-c", program)
 
     expected = ["gradient [2.0, 2.0, 2.0]", "user 65532 True", "compiled True True", "megatron None"]
-    assert said.splitlines()[-4:] == expected
+    assert said.splitlines()[-5:] == [*expected, "RDMA libibverbs.so.1 libmlx5.so.1"]
 
 
 def test_the_image_for_megatron_has_it_beside_all_of_the_trainer(
