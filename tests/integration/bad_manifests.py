@@ -192,6 +192,13 @@ RULES = [
         "must be at least 1Gi: 80 alone is 80 bytes; write 80Gi",
     ),
     Bad(
+        "several slices of a GPU",
+        "spec.compute",
+        {"compute": "{gpuResourceName: nvidia.com/mig-1g.10gb, gpusPerNode: 2}"},
+        "a pod trains on one slice of a GPU (MIG): give compute.gpusPerNode: 1, and a larger slice in "
+        "compute.gpuResourceName where that is too little",
+    ),
+    Bad(
         "all linear layers and names",
         "spec.lora",
         {"lora": "{targetModules: [all-linear, experts, q_proj]}"},

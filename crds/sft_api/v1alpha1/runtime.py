@@ -238,7 +238,10 @@ class ComputeSpec(ApiModel):
     service_account_name: Name | None = Field(
         default=None, description="Service account of the pods (its token is never mounted)."
     )
-    gpu_resource_name: ShortText = Field(default="nvidia.com/gpu", description="Resource name of the GPUs.")
+    gpu_resource_name: ShortText = Field(
+        default="nvidia.com/gpu",
+        description="Resource name of the GPUs, or of slices (nvidia.com/mig-3g.40gb), of which a pod takes one.",
+    )
     gpu_memory: (
         Annotated[Quantity, at_least("1Gi", "must be at least 1Gi: 80 alone is 80 bytes; write 80Gi")] | None
     ) = Field(
@@ -302,6 +305,13 @@ class ComputeSpec(ApiModel):
                 self.gpu_resource_name not in self.resources.requests
                 and self.gpu_resource_name not in self.resources.limits
             ),
+        ),
+        # CUDA shows a process one slice alone, whichever its pod has: no second process would find a GPU.
+        Rule(
+            "!self.gpuResourceName.contains('/mig-') || self.gpusPerNode <= 1",
+            "a pod trains on one slice of a GPU (MIG): give compute.gpusPerNode: 1, and a larger slice in "
+            "compute.gpuResourceName where that is too little",
+            lambda self: "/mig-" not in self.gpu_resource_name or self.gpus_per_node <= 1,
         ),
     )
 
