@@ -19,7 +19,7 @@ from ..picture.observed import ChildJob, Manifest, Observed, Pod
 from ..picture.untrusted import mapping, text
 from .result import RenewJob
 from .spec import Terms
-from .suspects import REMEMBERED, in_words, suspects
+from .suspects import REMEMBERED, in_words, refused_there, suspects
 
 MOST_AVOIDED = 4
 """Nodes at once; the one that was avoided first is forgotten first."""
@@ -76,7 +76,10 @@ def newly_avoided(restarts: RestartsStatus, observed: Observed, now: datetime) -
     if avoided.lifted is not None and now - avoided.lifted < REMEMBERED:
         return None
     suspected = suspects(restarts, now)
-    used = {pod.node for pod in observed.live_pods if pod.node}
+    # A pod that its node refuses lives there for less than a second: the last one of an index counts as there.
+    last = {pod.index: pod for pod in observed.pods}  # they come sorted by age
+    refused = [pod for pod in last.values() if refused_there(pod)]
+    used = {pod.node for pod in (*observed.live_pods, *refused) if pod.node}
     new = sorted(node for node in suspected if node in used and node not in avoided.nodes)
     if not new or len(suspected) > MOST_AVOIDED:
         return None

@@ -15,6 +15,7 @@ from sft_api.progress import Incident
 from sft_api.times import parse_time, timestamp
 from sft_api.v1alpha1 import NodeFailures, RestartsStatus
 
+from ..picture.observed import Pod
 from .failures import Loss
 
 SUSPECT_AFTER = 2
@@ -26,8 +27,9 @@ _DEVICE = re.compile(r"\b(CUDA|cuDNN|CUBLAS|NVML|NVLink|HIP|ECC|Xid)\b", re.IGNO
 """In an exception of a worker."""
 _GIVEN = "device-side assert"
 """An assertion on the device is raised by what it was given, also where NCCL's watchdog meets it first."""
-_NOT_ADMITTED = "UnexpectedAdmissionError"
-"""The kubelet's word when a device plugin fails: it says so to each pod that comes, for as long as it is asked."""
+_NOT_ADMITTED = frozenset({"UnexpectedAdmissionError", "TopologyAffinityError"})
+"""The kubelet's words when a device plugin fails, and when what is free lies on several NUMA nodes and its policy asks
+for one: it says so to each pod that comes. The scheduler knows neither, and sends the next one to the same node."""
 
 
 def by_incident(incident: Incident) -> bool:
@@ -42,9 +44,14 @@ def by_loss(item: Loss) -> bool:
     if item.pod.node is None or item.outside:
         return False
     if item.disruption:
-        return item.reason == _NOT_ADMITTED
+        return item.reason in _NOT_ADMITTED
     # What outgrew a limit of its own is called a crash as well, and has another reason.
     return item.reason == item.failure.value and _of_a_machine(item.failure, item.message)
+
+
+def refused_there(pod: Pod) -> bool:
+    """Whether its node has refused the pod, which speaks against that."""
+    return pod.phase == "Failed" and pod.reason in _NOT_ADMITTED
 
 
 def _of_a_machine(failure: FailureClass, message: str) -> bool:

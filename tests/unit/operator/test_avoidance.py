@@ -83,6 +83,7 @@ def test_failures_of_a_machine_speak_against_the_node_where_they_began(
         (make_pod(1, phase="Failed", exit_code=139), True),
         (make_pod(1, phase="Failed", exit_code=33, words=words(FailureClass.HANG)), True),
         (make_pod(1, phase="Failed", reason="UnexpectedAdmissionError", message="Allocate failed"), True),
+        (make_pod(1, phase="Failed", reason="TopologyAffinityError", message="Resources cannot be allocated"), True),
         (make_pod(1, phase="Failed", exit_code=137), False),
         (make_pod(1, phase="Failed", exit_code=137, ended_reason="OOMKilled"), False),
         (make_pod(1, phase="Failed", exit_code=139, conditions=disruption()), False),
@@ -90,7 +91,7 @@ def test_failures_of_a_machine_speak_against_the_node_where_they_began(
         (make_pod(1, phase="Failed", reason="Evicted", message="Usage of EmptyDir exceeds the limit"), False),
         (make_pod(1, phase="Failed", exit_code=30), False),
     ],
-    ids=["crash", "hang", "not-admitted", "killed", "oom", "evicted", "no-cpu", "own-limit", "asked"],
+    ids=["crash", "hang", "not-admitted", "no-locality", "killed", "oom", "evicted", "no-cpu", "own-limit", "asked"],
 )
 def test_lost_pods_speak_against_their_node_when_a_machine_may_have_ended_them(pod: Pod, against: bool) -> None:
     assert nodes_of(counted(running(pods=(make_pod(0), pod)))) == ({"node-a": 1} if against else {})
@@ -124,6 +125,20 @@ def avoiding(*nodes: str, since: float = 0, lifted: float | None = None, **field
 def wanted(restarts: RestartsStatus, child: ChildJob, seconds: float = 0, **fields: Any) -> list[str] | None:
     found = newly_avoided(restarts, running(job=child, **fields), at(seconds))
     return list(found.nodes) if found else None
+
+
+@pytest.mark.parametrize("reason", ["UnexpectedAdmissionError", "TopologyAffinityError"])
+def test_a_node_that_refuses_pods_is_avoided_though_none_lives_there(reason: str) -> None:
+    """The kubelet ends what it refuses in less than a second, mostly before anybody looks."""
+    refused = make_pod(1, phase="Failed", reason=reason, node="node-b")
+
+    assert wanted(against("node-b"), make_child(), pods=(make_pod(0), refused)) == ["node-b"]
+    # Its replacement is elsewhere.
+    came = make_pod(1, uid="later", node="node-c")
+    assert wanted(against("node-b"), make_child(), pods=(make_pod(0), refused, came)) is None
+    # What crashed there is about to be made again, mostly elsewhere: it is moved when it is back there.
+    crashed = make_pod(1, phase="Failed", exit_code=139, node="node-b")
+    assert wanted(against("node-b"), make_child(), pods=(make_pod(0), crashed)) is None
 
 
 def test_a_node_is_avoided_after_two_failures_while_a_pod_is_there() -> None:
