@@ -8,7 +8,10 @@ from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
 from .gangs import unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
-_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_CONFIG = "CreateContainerConfigError"
+_CREATION = frozenset({"CreateContainerError", "RunContainerError"})
+"""Of the node's container runtime, which may be slow (context deadline exceeded), or hold a name that is left of an
+earlier try until it is started again."""
 _PLACEMENT_ADVICE = (
     # A plugin's resource, such as nvidia.com/gpu, has a slash.
     (r"insufficient \S+/\S+", "ask for fewer in spec.compute.gpusPerNode or spec.compute.resources"),
@@ -86,7 +89,7 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
         and pod.created
         and now - pod.created > SLOW_START
         # These say it in the pod's own status.
-        and pod.waiting_reason not in _IMAGE | _CONFIG
+        and pod.waiting_reason not in _IMAGE | _CREATION | {_CONFIG}
     )
     return [pod.uid for pod in slow][:1]
 
@@ -107,7 +110,14 @@ def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
             "spec.compute.imagePullSecrets",
             True,
         )
-    if pod.waiting_reason in _CONFIG:
+    if pod.waiting_reason in _CREATION:
+        return Problem(
+            "PodContainer",
+            f"pod {pod.name} on node {pod.node}: {pod.waiting_reason}: {pod.waiting_message}; its node tries again. If "
+            "that stays so delete the pod, which costs no restart, and have the node's container runtime looked at",
+            True,
+        )
+    if pod.waiting_reason == _CONFIG:
         return Problem(
             "PodConfig",
             f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; create what is missing in this namespace, "

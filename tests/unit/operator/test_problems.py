@@ -34,6 +34,19 @@ def waiting(index: int, reason: str, message: str = "words") -> Any:
             True,
             'secret "keys" not found',
         ),
+        # A container runtime that is slow, and then holds the name of its first try.
+        (
+            waiting(0, "CreateContainerError", "context deadline exceeded"),
+            "PodContainer",
+            True,
+            "on node node-a: CreateContainerError: context deadline exceeded; its node tries again",
+        ),
+        (
+            waiting(0, "CreateContainerError", 'failed to reserve container name "trainer_tulu-0_0": name is reserved'),
+            "PodContainer",
+            True,
+            "have the node's container runtime looked at",
+        ),
         (
             make_pod(0, phase="Pending", node=None, conditions=unscheduled("0/3 nodes: insufficient nvidia.com/gpu")),
             "Unschedulable",
