@@ -1,11 +1,13 @@
 """Why a pod was lost, whether that is held against the run, and what the user can do about it."""
 
+import re
 import signal
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sft_api.failures import FailureClass, failure_class
 
+from ..names import TRAINER_CONTAINER
 from ..picture.observed import Pod, Terminated
 from .sidecars import LEFT_SECONDS
 
@@ -41,6 +43,10 @@ HOST_MEMORY = (
     "spec.data.workers, or set spec.checkpoint.async: false"
 )
 
+_OUTGREW = re.compile(rf"Container {TRAINER_CONTAINER} was using \S+, .*?(memory|ephemeral-storage)")
+"""Of the kubelet, of what it evicts because its node runs out: it names the containers that take more than they have
+asked for."""
+
 LOCAL_STORAGE = "raise spec.compute.cacheSize or the ephemeral-storage limit in spec.compute.resources"
 
 # status.reason of pods that the kubelet or a controller ended for the node's sake.
@@ -55,6 +61,9 @@ _NODE_REASONS = frozenset(
 _LOST_CONTAINERS = (("ContainerStatusUnknown", 137), ("Unknown", 255))
 """Words and codes of the kubelet, and of containerd, for a container that was gone when they began again: its node was
 started again or made anew. Nobody saw how it ended, and the codes are none of its own."""
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+"""Words of containerd, CRI-O and Docker for a container of which no process ran."""
+_OF_THE_DEVICE = re.compile(r"nvidia|libcuda|\bCDI\b", re.IGNORECASE)
 _LONG_BEFORE = timedelta(seconds=LEFT_SECONDS - 5)
 """A deletion comes later than the end of its pod's trainer by no less where only a sidecar kept the pod: two clocks
 differ by a little."""
@@ -100,6 +109,9 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     target = pod.conditions.get("DisruptionTarget")
     if target and target.status:
         message = f"{where} was disrupted: {target.message or target.reason}"
+        if outgrew := _OUTGREW.search(message):
+            asked = f"spec.compute.resources.requests.{outgrew[1]}"
+            message = f"{message.rstrip('. ')}; it took more than {asked} asks for: ask for as much as it takes there"
         return Loss(pod, target.reason or "Disrupted", message, True, FailureClass.PEER_LOST, time or target.time)
     if _over_its_limit(pod):
         message = f"{where} was evicted: {pod.message.rstrip('. ')}; {LOCAL_STORAGE}"
@@ -156,6 +168,9 @@ def cause(ended: Terminated) -> tuple[FailureClass, str]:
     """Failure class and message of a container's end."""
     if ended.reason == "OOMKilled":
         return FailureClass.OUT_OF_MEMORY, HOST_MEMORY
+    if ended.reason in _NOT_STARTED and _OF_THE_DEVICE.search(ended.message):
+        # There is no log of it to be seen.
+        return FailureClass.DEVICE_UNAVAILABLE, f"its container was not started: {ended.message.strip()[-1000:]}"
     report = ended.report
     if report and report.failure:
         return report.failure, report.message

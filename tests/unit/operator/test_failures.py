@@ -115,6 +115,72 @@ def test_a_pod_that_was_refused_by_its_node_is_told_in_the_words_of_that() -> No
     assert message in found.message
 
 
+_TASK = "failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: "
+
+
+@pytest.mark.parametrize(
+    ("message", "failure", "advice"),
+    [
+        (
+            f"{_TASK}unable to start container process: error during container init: error running hook #0: exit "
+            "status 1, stderr: nvidia-container-cli: initialization error: nvml error: driver/library version mismatch",
+            FailureClass.DEVICE_UNAVAILABLE,
+            "check the node's driver",
+        ),
+        (
+            f"{_TASK}could not apply required modification to OCI specification: unresolvable CDI devices "
+            "management.nvidia.com/gpu=GPU-1",
+            FailureClass.DEVICE_UNAVAILABLE,
+            "check the node's driver",
+        ),
+        (
+            f'{_TASK}exec: "sft-trainer": executable file not found in $PATH: unknown',
+            FailureClass.WORKER_CRASHED,
+            "executable file not found",
+        ),
+    ],
+)
+def test_a_container_that_the_node_could_not_start_says_why(message: str, failure: FailureClass, advice: str) -> None:
+    """As containerd's kubelets write it: with code 128, and a start in 1970."""
+    manifest = pod_manifest(1, phase="Failed", exit_code=128, ended_reason="StartError", words=message)
+    ended = manifest["status"]["containerStatuses"][0]["state"]["terminated"]
+    ended["startedAt"] = "1970-01-01T00:00:00Z"
+
+    found = loss(Pod.from_manifest(manifest), gone=False)
+
+    assert found
+    assert (found.failure, found.disruption, found.outside) == (failure, False, False)
+    assert message in found.message
+    assert advice in found.message
+    assert ("see the log" in found.message) is (failure is FailureClass.WORKER_CRASHED)
+
+
+@pytest.mark.parametrize(
+    ("resource", "using"), [("memory", "61274Mi, request is 16Gi"), ("ephemeral-storage", "42Gi, request is 0")]
+)
+def test_what_its_node_evicts_for_more_than_it_asked_for_says_what_to_ask_for(resource: str, using: str) -> None:
+    """It is free, and its replacement will do the same on a node that is as full."""
+    said = (
+        f"The node was low on resource: {resource}. Threshold quantity: 100Mi, available: 88344Ki. Container trainer "
+        f"was using {using}, has larger consumption of {resource}. "
+    )
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet", "message": said}
+    evicted = make_pod(phase="Failed", exit_code=137, reason="Evicted", message=said, conditions=[condition])
+    other = said.replace("Container trainer", "Container istio-proxy")
+    neighbours = make_pod(
+        phase="Failed", exit_code=137, reason="Evicted", message=other, conditions=[{**condition, "message": other}]
+    )
+
+    found, another = loss(evicted, gone=False), loss(neighbours, gone=False)
+
+    assert found
+    assert (found.reason, found.disruption) == ("TerminationByKubelet", True)
+    assert f"has larger consumption of {resource}; it took more than" in found.message
+    assert f"spec.compute.resources.requests.{resource} asks for" in found.message
+    assert another
+    assert "asks for" not in another.message
+
+
 def test_a_container_that_failed_before_the_trainer_began_is_told() -> None:
     manifest = pod_manifest(phase="Failed", waiting=("PodInitializing", ""))
     manifest["status"]["initContainerStatuses"] = [
