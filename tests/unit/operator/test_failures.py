@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 
 from sft_api.failures import FailureClass
 from sft_operator.cluster.json_text import read_event, written
@@ -104,6 +105,96 @@ def test_losses(pod: dict[str, Any], gone: bool, expected: tuple[str, bool] | No
     found = loss(make_pod(**pod), gone=gone)
 
     assert (found and (found.reason, found.disruption)) == expected
+
+
+_UNKNOWN_CONTAINER = """
+containerStatuses:
+- name: trainer
+  ready: false
+  state:
+    terminated:
+      exitCode: 137
+      finishedAt: null
+      message: The container could not be located when the pod was terminated
+      reason: ContainerStatusUnknown
+      startedAt: null
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "words"),
+    [
+        (
+            """
+phase: Failed
+reason: Terminated
+message: Pod was terminated in response to imminent node shutdown.
+conditions:
+- {type: DisruptionTarget, status: "True", reason: TerminationByKubelet, message: Pod was terminated in response to
+    imminent node shutdown., lastProbeTime: null, lastTransitionTime: "2026-07-31T11:59:00Z"}
+- {type: Ready, status: "False", reason: PodFailed}
+containerStatuses:
+- name: trainer
+  state: {terminated: {exitCode: 137, reason: OOMKilled, startedAt: "2026-07-31T11:00:00Z", finishedAt:
+        "2026-07-31T11:59:15Z"}}
+""",
+            "TerminationByKubelet",
+            "imminent node shutdown",
+        ),
+        (
+            "{phase: Failed, reason: NodeShutdown, message: Pod was rejected as the node is shutting down.}",
+            "NodeShutdown",
+            "Pod was rejected as the node is shutting down",
+        ),
+        (
+            "{phase: Failed, reason: NodeAffinity, message: 'Pod was rejected: Predicate NodeAffinity failed'}",
+            "NodeAffinity",
+            "Predicate NodeAffinity failed",
+        ),
+        # What it had rejected gets a container in the eyes of a kubelet that starts again.
+        (
+            f"phase: Failed\nreason: OutOfnvidia.com/gpu\nmessage: 'Pod was rejected: capacity: 7'{_UNKNOWN_CONTAINER}",
+            "OutOfnvidia.com/gpu",
+            "capacity: 7",
+        ),
+        (
+            f"""
+phase: Failed
+reason: UnexpectedAdmissionError
+message: 'Pod was rejected: Allocate failed due to device plugin GetPreferredAllocation rpc failed with err: rpc error:
+  code = Unknown desc = error creating nvml.Device 5: nvml: GPU is lost, which is unexpected'
+{_UNKNOWN_CONTAINER}""",
+            "UnexpectedAdmissionError",
+            "GPU is lost",
+        ),
+        # Its node was taken out of the API while it ran: nobody has told how it ended.
+        (
+            """
+phase: Failed
+conditions:
+- {type: DisruptionTarget, status: "True", reason: DeletionByPodGC, message: "PodGC: node no longer exists"}
+containerStatuses:
+- {name: trainer, ready: true, started: true, state: {running: {startedAt: "2026-07-31T11:00:00Z"}}}
+""",
+            "DeletionByPodGC",
+            "node no longer exists",
+        ),
+        (f"phase: Failed{_UNKNOWN_CONTAINER}", "PodLost", "could not be located when the pod was terminated"),
+    ],
+    ids=["shutdown", "shutting-down", "node-affinity", "fewer-gpus", "gpu-lost", "node-deleted", "node-restarted"],
+)
+def test_what_kubelets_and_controllers_write_of_nodes_is_no_fault_of_the_run(
+    status: str, reason: str, words: str
+) -> None:
+    manifest = pod_manifest(phase="Failed")
+    manifest["status"] = yaml.safe_load(status)
+
+    told = read_event("Pod", written({"type": "MODIFIED", "object": manifest}))
+    found = loss(Pod.from_manifest(told["object"]), gone=False)
+
+    assert found
+    assert (found.reason, found.disruption) == (reason, True)
+    assert words in found.message
 
 
 def test_a_pod_that_was_refused_by_its_node_is_told_in_the_words_of_that() -> None:
