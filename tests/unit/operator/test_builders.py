@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from sft_api.trainer_config import TrainerConfig
@@ -180,6 +183,23 @@ def test_gpus_and_extended_resources_are_asked_for_as_limits_and_requests() -> N
 
     assert resources["limits"] == {"memory": "128Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
     assert resources["requests"] == {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 8, "rdma/hca": 1}
+
+
+def test_fast_networks_are_asked_for_as_the_platform_page_says() -> None:
+    page = (Path(__file__).parents[3] / "docs/platform.md").read_text(encoding="utf-8")
+    written = re.search(r"^## Fast networks.*?^```yaml\n(compute:\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert written
+    infiniband = yaml.safe_load(written[1])["compute"]
+    efa = {"vpc.amazonaws.com/efa": 32, "hugepages-2Mi": "5120Mi"}
+    networks = {"k8s.v1.cni.cncf.io/networks": ", ".join(f"fabric/net-{card}" for card in range(8))}
+
+    for given, asked in ((infiniband, {"rdma/ib": 1}), ({"gpusPerNode": 8, "resources": {"limits": efa}}, efa)):
+        resources = container(compute=given)["resources"]
+        assert resources["limits"] == resources["limits"] | asked
+        assert resources["requests"] == resources["requests"] | asked
+    assert environment(compute=infiniband)["NCCL_IB_HCA"] == "ibp"
+    template = build_job(make_job(compute={"gpusPerNode": 8, "annotations": networks}), SETTINGS)["spec"]["template"]
+    assert template["metadata"]["annotations"] == networks
 
 
 @pytest.mark.parametrize(
