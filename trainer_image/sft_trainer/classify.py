@@ -49,6 +49,9 @@ def classify(error: BaseException, *, step: int) -> tuple[FailureClass, str]:
                 "the node give pods no limit of that (LimitMEMLOCK=infinity in the service of containerd or CRI-O), or "
                 f"set NCCL_IB_DISABLE=1 in compute.env to send by TCP ({said[:300]})"
             )
+        if "ncclUnhandledCudaError" in text:
+            # A GPU, or the driver, of this process: what peers do fails as another kind.
+            return FailureClass.UNKNOWN, f"CUDA error under NCCL at step {step + 1} ({said[:300]})"
         if "ncclInvalidUsage" in text or "ncclInvalidArgument" in text:
             return FailureClass.UNKNOWN, f"NCCL cannot be used as it is here, at step {step + 1} ({said[:300]})"
         return FailureClass.PEER_LOST, f"another process of the group went away at step {step + 1} ({said[:300]})"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from sft_api.failures import FailureClass
 from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.classify import classify
 from sft_trainer.errors import DataError
+from sft_trainer.supervisor.causes import is_consequence
+from sft_trainer.supervisor.protocol import Failure
 
 
 def of_nccl(kind: str, said: str, reason: str) -> RuntimeError:
@@ -24,6 +27,10 @@ _SYSTEM = (
     "unhandled system error",
     "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error. ",
 )
+
+
+_CUDA = ("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.")
+_USAGE = ("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage")
 
 
 @pytest.mark.parametrize(
@@ -62,12 +69,18 @@ _SYSTEM = (
             "LimitMEMLOCK=infinity",
         ),
         (
+            of_nccl(*_CUDA, "Cuda failure 214 'uncorrectable ECC error encountered'"),
+            FailureClass.UNKNOWN,
+            "CUDA error under NCCL at step 5 (Cuda failure 214 'uncorrectable ECC error encountered')",
+        ),
+        (of_nccl(*_CUDA, "Cuda failure 2 'out of memory'"), FailureClass.OUT_OF_MEMORY, "GPU memory ran out at step 5"),
+        (
             of_nccl(*_SYSTEM, "Call to ibv_modify_qp failed with error Connection timed out"),
             FailureClass.PEER_LOST,
             "(Call to ibv_modify_qp failed with error Connection timed out)",
         ),
         (
-            of_nccl("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage", "Duplicate GPU detected"),
+            of_nccl(*_USAGE, "Duplicate GPU detected"),
             FailureClass.UNKNOWN,
             "(Duplicate GPU detected)",
         ),
@@ -78,3 +91,21 @@ def test_classes_and_sentences(error: BaseException, failure: FailureClass, word
     found, sentence = classify(error, step=4)
     assert found is failure
     assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (of_nccl(*_CUDA, "Cuda failure 999 'unknown error'"), True),
+        (of_nccl(*_USAGE, "Duplicate GPU detected"), True),
+        (of_nccl(*_SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No"), True),
+        (of_nccl(*_SYSTEM, "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory"), True),
+        (of_nccl(*_SYSTEM, "socketPollConnect: connect returned Connection refused"), False),
+    ],
+)
+def test_what_nccl_met_in_the_process_itself_is_a_cause(error: BaseException, own: bool) -> None:
+    """It is told before what its peers, which lose it, end with, whoever was the first to say so."""
+    found, sentence = classify(error, step=4)
+    told = Failure(failure=found, message=sentence, time=datetime(2026, 7, 31, 12, tzinfo=UTC), rank=1)
+
+    assert is_consequence(told) is not own

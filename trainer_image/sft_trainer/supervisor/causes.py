@@ -32,6 +32,8 @@ _BROKEN_CONNECTION = re.compile(
 
 _OWN_GPU = "CUDA error"
 """In what ends a process whose own GPU has failed, or an assertion on it."""
+_OWN = re.compile(f"{_OWN_GPU}|NCCL cannot be used|NCCL may not lock|no room in /dev/shm")
+"""In sentences of ``classify`` on what NCCL met in the process itself."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def is_consequence(failure: Failure) -> bool:
     if failure.failure is FailureClass.PEER_LOST:
         return True
     if failure.failure is FailureClass.UNKNOWN:
-        return _BROKEN_CONNECTION.search(failure.message) is not None
+        return _BROKEN_CONNECTION.search(failure.message) is not None and _OWN.search(failure.message) is None
     # NCCL's and gloo's watchdogs abort the process when a peer is gone; NCCL's also when its own GPU has failed, mostly
     # before the thread that trains comes to say so.
     aborted = failure.failure is FailureClass.WORKER_CRASHED and "SIGABRT" in failure.message
