@@ -22,6 +22,8 @@ _PLACEMENT_ADVICE = (
 _LIMITED = r"(maximum|minimum) \S+ usage per|must be less than or equal to \S+ limit"
 """Of a LimitRange: what it forbids, and a limit of its own that is lower than what is asked for."""
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
+_ELSEWHERE = "Multi-Attach error"
+"""Of a volume that one node alone may have, while another one has it."""
 _SANDBOX = "FailedCreatePodSandBox"
 """Of the pod itself: its network, or what is to run its containers."""
 _NO_RUNTIME = re.compile(r"no runtime for|failed to find runtime handler", re.IGNORECASE)
@@ -59,7 +61,7 @@ def _server_was_away(message: str) -> bool:
 
 def find_problem(observed: Observed, *, pods_wanted: int) -> Problem | None:
     """The worst problem of a Job that is meant to run, or None."""
-    found = [problem for pod in observed.active_pods if (problem := _pod_problem(pod, observed.warnings))]
+    found = [problem for pod in observed.active_pods if (problem := _pod_problem(pod, observed))]
     if observed.job is None and observed.refusal:
         found.append(refusal_problem(observed.refusal))
     if observed.job and len(observed.active_pods) < pods_wanted:
@@ -94,7 +96,7 @@ def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list
     return [pod.uid for pod in slow][:1]
 
 
-def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
+def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
     if pod.started:
         return None
     scheduled = pod.conditions.get("PodScheduled")
@@ -124,9 +126,17 @@ def _pod_problem(pod: Pod, warnings: tuple[Warning, ...]) -> Problem | None:
             "or correct the name in the spec",
             True,
         )
-    for warning in warnings:
+    for warning in observed.warnings:
         # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
         behind = _KUBELET_BEHIND.search(warning.message)
+        if warning.subject == f"Pod/{pod.name}" and _ELSEWHERE in warning.message:
+            alone = observed.job is not None and observed.job.nodes == 1
+            words = (
+                "the node before gives it up, or it is taken from that in some six minutes"
+                if alone
+                else "a claim of a job with several pods has to be ReadWriteMany, or ReadOnlyMany where it is only read"
+            )
+            return Problem(warning.reason, f"pod {pod.name}: {warning.message}; {words}", not alone)
         if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
             return Problem(warning.reason, f"pod {pod.name}: {warning.message}", True)
         # What has an address is past that, whatever was said of it before.

@@ -125,6 +125,29 @@ def test_a_pod_that_its_node_cannot_make_says_why(message: str, stalled: bool, w
     assert words in trouble.message
 
 
+@pytest.mark.parametrize(
+    ("pods", "stalled", "words"), [(1, False, "taken from that in some six minutes"), (2, True, "ReadWriteMany")]
+)
+def test_a_volume_that_another_node_has_comes_by_itself_to_a_pod_that_is_alone(
+    pods: int, stalled: bool, words: str
+) -> None:
+    pod = waiting(0, "ContainerCreating", "")
+    said = (
+        'Multi-Attach error for volume "pvc-7a81d56f" Volume is already exclusively attached to one node and can\'t be '
+        "attached to another"
+    )
+    warning = Warning(f"Pod/{pod.name}", "FailedAttachVolume", said, at(-1))
+    others = tuple(make_pod(index) for index in range(1, pods))
+
+    child = make_child(pods=(pods, pods))
+
+    trouble = find_problem(running(job=child, pods=(pod, *others), warnings=(warning,)), pods_wanted=pods)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == ("FailedAttachVolume", stalled)
+    assert words in trouble.message
+
+
 def test_a_pod_that_is_held_back_before_it_is_scheduled_waits_for_no_node() -> None:
     words = "Scheduling is blocked due to non-empty scheduling gates"
     gated = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}]
