@@ -47,6 +47,10 @@ _OUTGREW = re.compile(rf"Container {TRAINER_CONTAINER} was using \S+, .*?(memory
 """Of the kubelet, of what it evicts because its node runs out: it names the containers that take more than they have
 asked for."""
 
+_SHARED = "maximum request size for shared resources"
+"""Of NVIDIA's device plugin, in what the kubelet tells of a pod that it refuses for it: each node that shares its GPUs
+by MPS, or by time with ``failRequestsGreaterThanOne``, says so to each pod that asks for more than one share."""
+
 LOCAL_STORAGE = "raise spec.compute.cacheSize or the ephemeral-storage limit in spec.compute.resources"
 
 # status.reason of pods that the kubelet or a controller ended for the node's sake.
@@ -116,6 +120,10 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
     if _over_its_limit(pod):
         message = f"{where} was evicted: {pod.message.rstrip('. ')}; {LOCAL_STORAGE}"
         return Loss(pod, pod.reason, message, False, FailureClass.WORKER_CRASHED, time)
+    if _SHARED in pod.message:
+        words = "GPUs are shared there, and a pod gets one share: give spec.compute.gpusPerNode: 1"
+        message = f"{where} was refused: {pod.message.rstrip('. ')}; {words}"
+        return Loss(pod, pod.reason or "Refused", message, False, FailureClass.DEVICE_UNAVAILABLE, time)
     seen = ended if ended and (ended.reason, ended.exit_code) not in _LOST_CONTAINERS else None
     # Where no container tells more, any reason is the kubelet's, which has refused the pod (OutOfnvidia.com/gpu,
     # TopologyAffinityError, ...).

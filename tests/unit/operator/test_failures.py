@@ -11,6 +11,7 @@ import yaml
 from sft_api.failures import FailureClass
 from sft_operator.cluster.json_text import read_event, written
 from sft_operator.decisions.failures import ADVICE, cause, loss, with_advice
+from sft_operator.decisions.suspects import by_loss
 from sft_operator.picture.observed import Pod, Terminated
 from tests.unit.operator.make import disruption, make_pod, pod_manifest, words
 
@@ -270,6 +271,23 @@ def test_what_its_node_evicts_for_more_than_it_asked_for_says_what_to_ask_for(re
     assert f"spec.compute.resources.requests.{resource} asks for" in found.message
     assert another
     assert "asks for" not in another.message
+
+
+def test_more_than_one_share_of_a_gpu_is_refused_for_the_runs_own_sake() -> None:
+    """Every node that shares them refuses it, to every pod: as a disruption it would be made again without end."""
+    said = (
+        'Pod was rejected: Allocate failed due to requests for "nvidia.com/gpu": invalid request: maximum request size '
+        "for shared resources is 1; found 2, which is unexpected"
+    )
+
+    found = loss(make_pod(phase="Failed", reason="UnexpectedAdmissionError", message=said), gone=False)
+
+    assert found
+    assert (found.reason, found.disruption) == ("UnexpectedAdmissionError", False)
+    assert found.failure is FailureClass.DEVICE_UNAVAILABLE
+    assert f"{said}; GPUs are shared there" in found.message
+    assert "spec.compute.gpusPerNode: 1" in found.message
+    assert not by_loss(found)
 
 
 def test_a_container_that_failed_before_the_trainer_began_is_told() -> None:
