@@ -8,6 +8,14 @@ from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
 from .gangs import unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
+_PULL_ADVICE = (
+    (r"no space left", "its node's disk has no room for the image, and tries again: free some, or take another node"),
+    (
+        r"toomanyrequests|too many requests|i/o timeout|deadline exceeded|connection (reset|refused)|\bEOF\b",
+        "its node tries again; if that stays so check the registry, its limits and the way to it",
+    ),
+)
+"""For an image whose name and keys are right, as far as the node has come to ask for them."""
 _CONFIG = "CreateContainerConfigError"
 _CREATION = frozenset({"CreateContainerError", "RunContainerError"})
 """Of the node's container runtime, which may be slow (context deadline exceeded), or hold a name that is left of an
@@ -106,11 +114,13 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
             return Problem("SchedulingGated", f"pod {pod.name}: {words}: {scheduled.message}", False)
         return _unscheduled(pod, scheduled.message)
     if pod.waiting_reason in _IMAGE:
+        advice = next(
+            (words for pattern, words in _PULL_ADVICE if re.search(pattern, pod.waiting_message, re.IGNORECASE)),
+            "check spec.compute.image and spec.compute.imagePullSecrets",
+        )
+        where = f" on node {pod.node}" if pod.node else ""
         return Problem(
-            "ImagePull",
-            f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; check spec.compute.image and "
-            "spec.compute.imagePullSecrets",
-            True,
+            "ImagePull", f"pod {pod.name}{where}: {pod.waiting_reason}: {pod.waiting_message}; {advice}", True
         )
     if pod.waiting_reason in _CREATION:
         return Problem(

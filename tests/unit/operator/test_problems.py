@@ -29,6 +29,24 @@ def waiting(index: int, reason: str, message: str = "words") -> Any:
         (waiting(0, "ErrImagePull"), "ImagePull", True, "words"),
         (waiting(0, "InvalidImageName"), "ImagePull", True, "words"),
         (
+            waiting(0, "ErrImagePull", "failed to extract layer: write /var/lib/containerd/x: no space left on device"),
+            "ImagePull",
+            True,
+            "no space left on device; its node's disk has no room",
+        ),
+        (
+            waiting(0, "ImagePullBackOff", 'Back-off pulling image "x": ErrImagePull: 429 Too Many Requests'),
+            "ImagePull",
+            True,
+            "429 Too Many Requests; its node tries again",
+        ),
+        (
+            waiting(0, "ErrImagePull", "dial tcp: lookup registry.example: no such host"),
+            "ImagePull",
+            True,
+            "no such host; check spec.compute.image",
+        ),
+        (
             waiting(0, "CreateContainerConfigError", 'secret "keys" not found'),
             "PodConfig",
             True,
