@@ -354,7 +354,7 @@ def _explained(server: Cluster, field: str) -> str:
 
 def test_examples_can_be_applied(server: Cluster) -> None:
     files = sorted((ROOT / "examples").glob("*.yaml"))
-    examples = [path for path in files if "kind: SFTJob" in path.read_text(encoding="utf-8")]
+    examples = [path for path in files if "\nkind: SFTJob\n" in path.read_text(encoding="utf-8")]
 
     for path in examples:
         applied = server.kubectl("apply", "-n", NAMESPACE, "--dry-run=server", "-f", str(path)).stdout

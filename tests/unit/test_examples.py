@@ -18,10 +18,10 @@ FENCED = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def manifests() -> dict[str, str]:
     """Every whole SFTJob, by where it stands."""
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.yaml"))}
-    texts = {name: text for name, text in files.items() if "kind: SFTJob" in text}
+    texts = {name: text for name, text in files.items() if "\nkind: SFTJob\n" in text}
     for page in PAGES:
         for number, block in enumerate(FENCED.findall(page.read_text(encoding="utf-8")), start=1):
-            if "kind: SFTJob" in block:
+            if "\nkind: SFTJob\n" in block:
                 texts[f"{Path(page).relative_to(ROOT)}, block {number}"] = block
     return texts
 
