@@ -90,6 +90,14 @@ def test_nothing_of_it_is_there_unless_asked_for() -> None:
     assert list(monitoring(*PODS)) == ["PodMonitor"]
 
 
+def test_the_api_server_adds_nothing_to_lists_that_argo_cd_would_take_for_a_change() -> None:
+    """The CRD of PodMonitors fills in the action of a relabelling: Argo CD, which compares lists as a whole, would call
+    the chart OutOfSync for ever."""
+    (endpoint,) = monitoring(*PODS)["PodMonitor"]["spec"]["podMetricsEndpoints"]
+
+    assert [relabelling["action"] for relabelling in endpoint["relabelings"]] == ["replace"]
+
+
 def test_helm_has_nothing_against_it() -> None:
     values = (RULES, *PODS, "metrics.serviceMonitor.enabled=true", "metrics.prometheusRule.labels.release=one")
     done = helm("lint", "--strict", str(CHART), *(f"--set={value}" for value in values))
