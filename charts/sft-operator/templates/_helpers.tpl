@@ -34,6 +34,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{/* The operator's settings: names as in operator/sft_operator/config.py. Empty values are left out. */}}
 {{- define "sft.settings" -}}
+{{- /* The usual condition of a chart that has this one among its dependencies, which sees it as a value of its own. */ -}}
+{{- if and .Chart.IsRoot (hasKey .Values "enabled") -}}
+{{- fail "enabled is for a chart of yours that has this one among its dependencies, as their condition: here it would do nothing, leave it out" -}}
+{{- end -}}
 {{- $pods := dict -}}
 {{- range $key, $value := .Values.pods }}{{ if $value }}{{ $_ := set $pods $key $value }}{{ end }}{{ end -}}
 {{- $settings := dict

@@ -446,6 +446,26 @@ def test_two_releases_of_one_name_do_not_meet_outside_of_their_namespaces(settin
     assert not first & second
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_chart_that_has_it_among_its_dependencies_may_switch_it_on_and_off(tmp_path: Path, enabled: bool) -> None:
+    """Helm gives the condition to the dependency as one of its values."""
+    name = CHART.name
+    dependency = {"name": name, "version": "0.1.0", "condition": f"{name}.enabled"}
+    chart = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({name: {"enabled": enabled, "crds": {"install": False}}}))
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts" / name).symlink_to(CHART)
+
+    done = helm("template", "platform", str(tmp_path))
+    alone = helm("template", "x", str(CHART), f"--set=enabled={str(enabled).lower()}")
+
+    assert done.returncode == 0, done.stderr
+    assert ("kind: Deployment" in done.stdout) is enabled
+    assert alone.returncode != 0
+    assert "enabled is for a chart of yours" in alone.stderr
+
+
 def test_the_crd_is_part_of_it_unless_asked_not_to_and_outlives_it() -> None:
     with_crd = helm("template", "x", str(CHART)).stdout
     without = helm("template", "x", str(CHART), "--set=crds.install=false").stdout
