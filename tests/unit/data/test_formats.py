@@ -349,6 +349,24 @@ WRONG = [
     ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "train is False but weight says True"),
     ([{**QUESTION, "train": True}, ANSWER], "only assistant messages can be trained"),
     (
+        [{**QUESTION, "content": [{"type": "text", "text": "Hi", "train": True}]}, ANSWER],
+        "only assistant messages can be",
+    ),
+    (
+        [
+            QUESTION,
+            {**ANSWER, "content": [{"type": "text", "text": "Hm.", "train": False}, {"type": "text", "text": "Yo"}]},
+        ],
+        "message 2: parts of its content differ in whether they are trained: a message is trained as a whole, or not",
+    ),
+    ([QUESTION, {**ANSWER, "content": [{"text": "Hm.", "weight": 0}, "Yo"]}], "parts of its content differ in whether"),
+    ([QUESTION, {**ANSWER, "content": [{"text": "Hm.", "weight": 2}]}], "message 2: weight must be 0 or 1, not 2"),
+    (
+        [QUESTION, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}],
+        "message 2 (assistant) has train_detail, which is not read: a message is trained as a whole, or not at all; "
+        "write train or weight for the message, or the row as tokens, with loss_mask",
+    ),
+    (
         [QUESTION, {**ANSWER, "function_call": {"name": "sky", "arguments": "{}"}}],
         "message 2 (assistant) has function_call, which is not read; write it as one of tool_calls",
     ),
@@ -368,6 +386,29 @@ WRONG = [
     ),
     ([QUESTION, {**ANSWER, "reasoning": 1}], "message 2: reasoning must be text, not 1"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("said", "parts", "flag"),
+    [
+        ({}, [{"train": True}, {"weight": 1}], True),
+        ({}, [{"train": False}, {"train": False}], False),
+        ({}, [{"train": None}, {}], None),
+        ({"train": True}, [{"train": False}], False),
+        ({"weight": 0}, [{"train": False}, {}], False),
+        ({"train": False, "train_detail": []}, [{}], False),
+    ],
+)
+def test_parts_that_agree_say_whether_their_message_is_trained(
+    said: dict[str, Any], parts: list[dict[str, Any]], flag: bool | None
+) -> None:
+    content = [{"type": "text", "text": "Yo", **part} for part in parts]
+    given = read(
+        {**QUESTION, "content": [{"type": "text", "text": "Hi", "train": False}]},
+        {**ANSWER, **said, "content": content},
+    )
+    assert given.flags == [None, flag]
+    assert given.messages[1] == {"role": "assistant", "content": "Yo" * len(parts)}
 
 
 @pytest.mark.parametrize(("messages", "sentence"), WRONG)

@@ -76,6 +76,7 @@ def test_examples_are_the_rows_in_order(setting: Setting) -> None:
 
 
 CALL: dict[str, Any] = {"name": "add", "arguments": '{"a": 2}'}
+PART = {"type": "text", "text": "a", "train": False}
 READ_OTHERWISE_SINCE: list[tuple[int, dict[str, Any], str | None]] = [
     (5, row("q", "a", reasoning_content="", reasoning="Hm."), "<think>\nHm.\n</think>\n\na<|im_end|>"),
     (5, row("q", "a", function_call=CALL), None),
@@ -85,6 +86,8 @@ READ_OTHERWISE_SINCE: list[tuple[int, dict[str, Any], str | None]] = [
         {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [{"type": "x", "text": "a"}]}]},
         None,
     ),
+    (7, {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [PART, {"text": "b"}]}]}, None),
+    (7, row("q", "a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), None),
 ]
 """From which version on a row is read as it is, and what of it is trained; None: it is refused."""
 

@@ -34,9 +34,15 @@ _OTHER_ROLES = {
 }
 """Roles of other formats, and what they are called here."""
 _FLAG_KEYS = ("train", "weight")
+_TRAIN_DETAIL = "train_detail"
+"""Of axolotl's rows: characters of a message that are trained, and those that are not."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts that say something; others may have a text too, as reasoning does, and it is not what is said."""
 _NAMES = ("role", "content", "from", "value")
+_AS_A_WHOLE = (
+    "a message is trained as a whole, or not at all; write train or weight for the message, or the row as tokens, with "
+    "loss_mask"
+)
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,9 @@ def _read_message(turn: Any, index: int) -> tuple[dict[str, Any], bool | None]:
     if message.get(_FUNCTION_CALL) and "tool_calls" not in message:
         # No template writes it: what is left would teach the model to say nothing, or to announce a call and stop.
         raise DataError(f"{where} ({role}) has {_FUNCTION_CALL}, which is not read; write it as one of tool_calls")
+    if message.pop(_TRAIN_DETAIL, None):
+        # What it says not to train would be trained.
+        raise DataError(f"{where} ({role}) has {_TRAIN_DETAIL}, which is not read: {_AS_A_WHOLE}")
     if "content" in message:
         message["content"] = _read_content(message["content"], where)
     elif "tool_calls" not in message:
@@ -228,26 +237,38 @@ def _read_tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
-    """Whether the message says itself that it is trained (``train`` true/false, or ``weight`` 1/0)."""
+    """Whether the message says itself that it is trained (``train`` true/false, or ``weight`` 1/0), or all parts of its
+    content do."""
+    flag, content = _flag_of(turn, where), turn.get("content")
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    flags = [_flag_of(part, where) for part in parts]
+    if role != "assistant":
+        # A weight of 1 on every turn is a common way of writing "nothing special".
+        if any(said.get("train") for said in (turn, *parts)):
+            raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
+        return None
+    if all(part is None for part in flags):
+        return flag
+    said = {flag if part is None else part for part in flags}
+    if len(said) > 1 or len(parts) < len(content or ()):
+        raise DataError(f"{where}: parts of its content differ in whether they are trained: {_AS_A_WHOLE}")
+    return said.pop()
+
+
+def _flag_of(said: Mapping[str, Any], where: str) -> bool | None:
+    """What a message, or a part of its content, says of itself."""
     flags = []
     for key in _FLAG_KEYS:
-        value = turn.get(key)
+        value = said.get(key)
         if value is None:
             continue
         if value not in (0, 1) or not isinstance(value, bool | int | float):
             allowed = "true or false" if key == "train" else "0 or 1"
             raise DataError(f"{where}: {key} must be {allowed}, not {quoted(value)}")
         flags.append(bool(value))
-    if not flags:
-        return None
     if len(set(flags)) > 1:
         raise DataError(f"{where}: train is {flags[0]} but weight says {flags[1]}; keep one of them")
-    if flags[0] and role != "assistant":
-        # A weight of 1 on every turn is a common way of writing "nothing special".
-        if turn.get("train"):
-            raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
-        return None
-    return flags[0]
+    return flags[0] if flags else None
 
 
 def exchange(question: str, answer: str) -> list[dict[str, Any]]:
