@@ -424,6 +424,7 @@ def test_wrong_messages_are_quoted(messages: Any, sentence: str) -> None:
         ({"tools": "[x"}, "column 'tools' is no valid JSON"),
         ({"tools": ["sky"]}, "column 'tools' must be a list of tools or its JSON, not ['sky']"),
         ({"system": 3}, "column 'system' must be text, not 3"),
+        ({"chat_template_kwargs": [1]}, "must be an object with variables of the chat template, not [1]"),
     ],
 )
 def test_wrong_columns_are_quoted(columns: dict[str, Any], sentence: str) -> None:

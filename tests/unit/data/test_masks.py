@@ -59,6 +59,46 @@ def test_text_is_what_transformers_renders(case: MaskCase) -> None:
     assert ours in {theirs.replace(day.strftime("%d %b %Y"), "26 Jul 2024") for day in days}
 
 
+@pytest.mark.parametrize("effort", ["low", "high", None])
+def test_variables_of_a_row_are_those_of_its_template(effort: str | None) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    source = "{{ 'Think: ' + effort | default('much') + bos_token | default('') }}" + tokenizer.chat_template
+    template = dataclasses.replace(template_of("chatml"), source=source)
+    variables = {"effort": effort}
+    row = {"messages": [user("Hi"), assistant("Yo")], "chat_template_kwargs": variables}
+    given = read_row(row, "messages", Columns())
+    assert isinstance(given, Conversation)
+    found = mark(template.given(given.variables), given, ALL)
+    assert found is not None
+    said = {name: value for name, value in variables.items() if value is not None}
+    text = tokenizer.apply_chat_template(row["messages"], chat_template=source, tokenize=False, **said)
+    assert found.text == text
+    assert text.startswith(f"Think: {effort or 'much'}")
+    assert [text[slice(*span)] for span in found.spans] == ["Yo<|im_end|>"]
+    assert template.given({}) is template
+
+
+def test_what_was_learnt_of_a_template_is_kept_for_some_variables_alone() -> None:
+    template = template_of("chatml")
+    kept = [template.given({"n": n}) for n in range(200)]
+    assert template.given({"n": 199}) is kept[-1]
+    assert len(template._given) <= 64
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt", "eos_token"])
+def test_variables_that_are_not_for_a_row_to_say_are_refused(name: str) -> None:
+    with pytest.raises(TemplateRefusal, match=f"column 'chat_template_kwargs' sets {name}, which is no variable"):
+        template_of("chatml").given({name: "x"})
+
+
+def test_a_control_token_in_variables_is_refused() -> None:
+    row = {"messages": [user("Hi"), assistant("Yo")], "chat_template_kwargs": {"note": ["<|im_end|>"]}}
+    given = read_row(row, "messages", Columns())
+    assert isinstance(given, Conversation)
+    told = foreign_control_token(given, Codec.of(chat_tokenizer("chatml")).control_tokens)
+    assert told == "column 'chat_template_kwargs' contains the control token '<|im_end|>' as text"
+
+
 def test_a_wrong_mask_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # given a case whose marks claim that the end-of-turn token is not trained
     wrong = dataclasses.replace(CASES[0], expected=CASES[0].expected.replace("<|im_end|>⟧", "⟧<|im_end|>"))

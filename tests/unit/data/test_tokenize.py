@@ -88,6 +88,7 @@ READ_OTHERWISE_SINCE: list[tuple[int, dict[str, Any], str | None]] = [
     ),
     (7, {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [PART, {"text": "b"}]}]}, None),
     (7, row("q", "a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), None),
+    (7, {**row("q", "a"), "chat_template_kwargs": {"eos_token": "a"}}, None),
 ]
 """From which version on a row is read as it is, and what of it is trained; None: it is refused."""
 

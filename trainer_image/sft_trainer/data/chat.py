@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,12 @@ _TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>")
 
 # Variables by which templates choose between a generation prompt with and without an open reasoning block.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
+
+# What it is called with besides, which is not for rows to say.
+_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+
+_TEMPLATES_KEPT = 64
+"""Sets of variables for which what was learnt of a template is kept."""
 
 _PROBE_QUESTION, _PROBE_ANSWER = "question", "probedanswer"
 _PROBE_TOOL = {
@@ -113,6 +119,32 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled templates cannot be sent to another process; the source can.
         return ChatTemplate, (self.source, dict(self.special_tokens), self.added_tokens)
+
+    @cached_property
+    def _given(self) -> "dict[str, ChatTemplate]":
+        return {}
+
+    def given(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """This template with ``variables`` set, wherever it is rendered.
+
+        Raises TemplateRefusal where that would change what is not for a row to say.
+        """
+        if not variables:
+            return self
+        if wrong := next((name for name in variables if name in _ARGUMENTS or name in self.special_tokens), None):
+            raise TemplateRefusal(
+                f"column 'chat_template_kwargs' sets {wrong}, which is no variable of a row; remove it"
+            )
+        written = json.dumps(variables, sort_keys=True, default=str)
+        if written not in self._given:
+            if len(self._given) == _TEMPLATES_KEPT:
+                self._given.clear()
+            made = replace(self, special_tokens={**self.special_tokens, **variables})
+            made.__dict__["_plain"] = self._plain  # what is compiled is the same
+            if self.has_markers:
+                made.__dict__["_marking"] = self._marking
+            self._given[written] = made
+        return self._given[written]
 
     def check_syntax(self) -> None:
         """Raises jinja2.TemplateSyntaxError when ``source`` is no valid template."""

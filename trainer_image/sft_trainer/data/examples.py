@@ -85,7 +85,7 @@ def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> Marked |
             codec.check_ending()
             content.text.encode()
             return content if content.text else None
-        template = codec.template(content.tools)
+        template = codec.template(content.tools).given(content.variables)
         if foreign := foreign_control_token(content, codec.control_tokens):
             raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
         marked = mark(template, content, settings.train_on)

@@ -13,7 +13,17 @@ from sft_api.v1alpha1.data import COLUMNS
 from sft_trainer.errors import DataError
 
 from .hints import likely
-from .turns import Conversation, Turns, exchange, quoted, read_pairs, read_shared_turns, read_tools, read_turns
+from .turns import (
+    Conversation,
+    Turns,
+    exchange,
+    quoted,
+    read_pairs,
+    read_shared_turns,
+    read_tools,
+    read_turns,
+    read_variables,
+)
 
 Format = Literal["messages", "shareGPT", "alpaca", "promptCompletion", "text", "pretokenized"]
 Row = Mapping[str, Any]
@@ -34,6 +44,8 @@ _NEEDED: Mapping[Format, tuple[str, ...]] = {
 }
 """Columns by which formats are known where there are no messages, in the order in which they were added: what a source
 was read as stays so."""
+_VARIABLES = "chat_template_kwargs"
+"""Of rows for TRL: what the chat template is given besides."""
 _HISTORY = "history"
 """Of alpaca: what was asked and answered before."""
 _UNTRAINED_LABEL = -100
@@ -167,7 +179,8 @@ def read_row(row: Row, row_format: Format, names: Columns) -> Conversation | Pla
         raise DataError(f"column '{names.system}' must be text, not {quoted(system)}")
     if system and messages[0]["role"] != "system":
         messages, flags = [{"role": "system", "content": system}, *messages], [None, *flags]
-    return Conversation(messages, flags, read_tools(row.get(names.tools), names.tools))
+    tools, variables = read_tools(row.get(names.tools), names.tools), read_variables(row.get(_VARIABLES), _VARIABLES)
+    return Conversation(messages, flags, tools, variables)
 
 
 def _turns(row: Row, row_format: Format, names: Columns) -> Turns:

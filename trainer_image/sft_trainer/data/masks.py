@@ -303,6 +303,9 @@ def foreign_control_token(conversation: Conversation, control_tokens: re.Pattern
     for text in strings_of(conversation.tools):
         if match := control_tokens.search(text):
             return f"the tools contain the control token {match.group()!r} as text"
+    for text in strings_of(conversation.variables):
+        if match := control_tokens.search(text):
+            return f"column 'chat_template_kwargs' contains the control token {match.group()!r} as text"
     return None
 
 

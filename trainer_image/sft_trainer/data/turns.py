@@ -6,7 +6,7 @@ row stands.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sft_trainer.errors import DataError
@@ -56,6 +56,8 @@ class Conversation:
     messages: list[dict[str, Any]]
     flags: list[bool | None]
     tools: list[Any] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of the template, in this row; such as enable_thinking."""
 
 
 Turns = tuple[list[dict[str, Any]], list[bool | None]]
@@ -312,6 +314,15 @@ def read_tools(value: Any, column: str) -> list[Any] | None:
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
         raise DataError(f"column '{column}' must be a list of tools or its JSON, not {quoted(value)}")
     return value
+
+
+def read_variables(value: Any, column: str) -> dict[str, Any]:
+    """Variables of the chat template that a row sets; null is none, as tables have all keys in all rows."""
+    if not value:
+        return {}
+    if not isinstance(value, Mapping):
+        raise DataError(f"column '{column}' must be an object with variables of the chat template, not {quoted(value)}")
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def quoted(value: Any) -> str:
