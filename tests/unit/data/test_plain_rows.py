@@ -347,6 +347,19 @@ TURNS = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "
         ({**TURNS, "label": False}, "its rows have a label, true or false, which is not read: completions that"),
         ({"text": "hello", "role": "prompter"}, "its rows have a role, which is not read: each is trained as a text"),
         ({**TURNS, "label": "good"}, None),
+        (
+            {"messages": [*TURNS["prompt"], *TURNS["completion"]], "label": False},
+            "its rows have a label, true or false, which is not read: completions that it calls bad are trained as "
+            "well; set format: messages if that is meant, else leave those rows out",
+        ),
+        (
+            {"messages": [*TURNS["prompt"], *TURNS["completion"]], "images": ["a.jpg"], "videos": []},
+            "its rows have images, which are not read: answers are trained that go by what the model does not see; set "
+            "format: messages if that is meant, else leave those rows out",
+        ),
+        ({"instruction": "q", "output": "a", "audios": ["a.mp3"]}, "its rows have audios, which are not read"),
+        ({**TURNS, "images": [], "image": None}, None),
+        ({"text": "hello", "image": "a.jpg"}, None),
         ({"text": "hello", "label": True}, None),
         (
             {"text": "hello", "question": "q", "context": "c", "answer": "a", "id": 7},
@@ -394,7 +407,8 @@ def test_columns_that_say_what_else_rows_are_for_are_told(
     assert len(rows.warnings) == bool(said)
     assert all(said and said in warning for warning in rows.warnings)
 
-    row_format = "text" if "text" in row else "promptCompletion"
+    formats = {"text": "text", "messages": "messages", "instruction": "alpaca", "prompt": "promptCompletion"}
+    row_format = next(named for column, named in formats.items() if column in row)
     named = Rows(tmp_path / "named", [row], tokenizer, source={"format": row_format})
     named.tokenized()
     assert named.warnings == []

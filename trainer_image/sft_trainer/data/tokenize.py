@@ -49,6 +49,8 @@ VERSION = 7
 """To be raised with every change of this package that changes tokens or masks, or refuses rows: caches of older
 versions are left."""
 
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of TRL and LLaMA-Factory for what models see and hear."""
 _ROWS_PER_CHUNK = 1024
 _TEXTS_PER_BATCH = 128
 # Below this a pool of processes costs more than it saves: each imports libraries and loads the tokenizer (1-2 s).
@@ -138,21 +140,28 @@ def settings_of(columns: Collection[str], source: "DataSource", data: "DataSpec"
 def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, codec: Codec) -> list[str]:
     """A sentence for what the user may not expect: of the files, and of rows whose format nobody has named."""
     found = [*rows.warnings]
-    if source.format != "auto" or settings.row_format not in ("text", "promptCompletion"):
+    if source.format != "auto" or settings.row_format == "pretokenized":
         return found
     _, first = next(rows.read(0, 1))
     begin, meant = f"data source {rows.name}: its rows", f"set format: {settings.row_format} if that is meant"
+    if settings.row_format != "text" and (media := [name for name in _MEDIA if first.get(name)]):
+        found.append(
+            f"{begin} have {' and '.join(media)}, which are not read: answers are trained that go by what the model "
+            f"does not see; {meant}, else leave those rows out"
+        )
+    if settings.row_format != "text" and isinstance(first.get("label"), bool):
+        found.append(
+            f"{begin} have a label, true or false, which is not read: completions that it calls bad are trained as "
+            f"well; {meant}, else leave those rows out"
+        )
+    if settings.row_format not in ("text", "promptCompletion"):
+        return found
     # Looked at, and not read: what is wrong with the row is told where it is read, with its place.
     is_text = settings.row_format == "text" or isinstance(first.get(settings.columns.of("prompt")), str)
     if codec.templates and is_text:
         found.append(
             f"{begin} are text, which the model reads as it stands, without its chat template; {meant}, else write "
             "them as turns"
-        )
-    if settings.row_format == "promptCompletion" and isinstance(first.get("label"), bool):
-        found.append(
-            f"{begin} have a label, true or false, which is not read: completions that it calls bad are trained as "
-            f"well; {meant}, else leave those rows out"
         )
     if settings.row_format == "text" and isinstance(first.get("role"), str):
         found.append(
