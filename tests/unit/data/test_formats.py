@@ -134,6 +134,11 @@ def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: 
             "; columns 'train', 'test' hold lists of objects: if those are the rows, write them with nothing around "
             "them, as one array in a .json file or an object a line",
         ),
+        (
+            {"segments": [{"label": True, "text": "Hi"}, {"label": False, "text": "Yo"}]},
+            "; if column 'segments' holds pieces of one text with a label that says which are trained, write the row "
+            "as tokens, with input_ids and loss_mask",
+        ),
         ({"data": [{"a": 1}], "id": 7}, ", text (text)"),
         ({"data": ["a"]}, ", text (text)"),
         ({"data": []}, ", text (text)"),

@@ -26,6 +26,12 @@ def likely(columns: Collection[str], first: Mapping[str, Any] | None) -> str:
     spoken = [name for name, value in lists.items() if _key(name, value[0])]
     if len(spoken) == 1:
         return f"; {_of_turns(spoken[0], lists[spoken[0]])}"
+    if segments := next((name for name, value in lists.items() if {"label", "text"} <= value[0].keys()), None):
+        # Of axolotl: rows of their own they are not, as all of each would be trained.
+        return (
+            f"; if column '{segments}' holds pieces of one text with a label that says which are trained, write the "
+            "row as tokens, with input_ids and loss_mask"
+        )
     if first and len(lists) == len(first) and not spoken:
         held = "column {} holds a list" if len(lists) == 1 else "columns {} hold lists"
         named = ", ".join(f"'{name}'" for name in lists)
