@@ -117,6 +117,7 @@ def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: 
             for value in (["Hi", "Yo"], [1], [None], [[QUESTION]], [QUESTION, "Yo"], QUESTION)
         ),
         ({"chat": [QUESTION, ANSWER]}, "; set messagesKey: chat"),
+        ({"input": "Hi", "output": "Yo"}, "; if they are text, set columns: {instruction: input}"),
         ({"dialog": [{"from": "human", "value": "Hi"}]}, "; set format: shareGPT and messagesKey: dialog"),
         ({"id": 1, "spoken": [QUESTION, ANSWER]}, "; set messagesKey: spoken"),
         ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, ", text (text)"),
@@ -179,6 +180,22 @@ def test_alpaca_with_and_without_input() -> None:
     ]
     for empty in ("", None):
         assert conversation({**row, "input": empty}, "alpaca", Columns()).messages[0]["content"] == "Add."
+
+
+def test_a_column_that_is_called_another_one_is_read_once() -> None:
+    given = conversation({"input": "Hi", "output": "Yo"}, "alpaca", renamed(instruction="input"))
+    assert given.messages == [QUESTION, ANSWER]
+    for column in ("system", "tools", "history"):
+        said = '[["Hi", "Yo"]]'
+        given = conversation({column: said, "output": "Yo"}, "alpaca", renamed(instruction=column))
+        assert given == Conversation([{**QUESTION, "content": said}, ANSWER], [None, None])
+    swapped = {"input": "Add.", "instruction": "2 2", "output": "4"}
+    given = conversation(swapped, "alpaca", renamed(instruction="input", input="instruction"))
+    assert given.messages[0]["content"] == "Add.\n\n2 2"
+    names = renamed(prompt="system", completion="tools")
+    assert read_row({"system": "a", "tools": "b"}, "promptCompletion", names) == PlainText("a", "b")
+    marks = {"input_ids": [5, 6], "loss_mask": [-100, 6]}
+    assert read_row(marks, "pretokenized", renamed(labels="loss_mask")) == TokenIds([5, 6], [False, True])
 
 
 @pytest.mark.parametrize("write", [lambda pairs: pairs, json.dumps])

@@ -69,6 +69,11 @@ class Columns:
         """What this data calls the column that a format calls ``name``."""
         return dict(self.renamed).get(name, name)
 
+    def taken(self, name: str) -> bool:
+        """Whether the column ``name`` is what this data calls another one: it is read as that, and as nothing else."""
+        asked = dict(self.renamed)
+        return name not in asked and name in asked.values()
+
     def turns(self, row_format: Format, columns: Collection[str]) -> str:
         """Which of ``columns`` holds the turns."""
         if row_format != "shareGPT" or self.messages != Columns.messages:
@@ -174,13 +179,13 @@ def read_row(row: Row, row_format: Format, names: Columns) -> Conversation | Pla
     if row_format == "promptCompletion" and not isinstance(row[names.of("prompt")], list):
         return _read_prompt_completion(row, names)
     messages, flags = _turns(row, row_format, names)
-    system = row.get(names.system)
+    system = None if names.taken(names.system) else row.get(names.system)
     if system is not None and not isinstance(system, str):
         raise DataError(f"column '{names.system}' must be text, not {quoted(system)}")
     if system and messages[0]["role"] != "system":
         messages, flags = [{"role": "system", "content": system}, *messages], [None, *flags]
-    tools, variables = read_tools(row.get(names.tools), names.tools), read_variables(row.get(_VARIABLES), _VARIABLES)
-    return Conversation(messages, flags, tools, variables)
+    tools = None if names.taken(names.tools) else read_tools(row.get(names.tools), names.tools)
+    return Conversation(messages, flags, tools, read_variables(row.get(_VARIABLES), _VARIABLES))
 
 
 def _turns(row: Row, row_format: Format, names: Columns) -> Turns:
@@ -200,9 +205,10 @@ def _turns(row: Row, row_format: Format, names: Columns) -> Turns:
 
 def _read_alpaca(row: Row, names: Columns) -> list[dict[str, Any]]:
     instruction, more = _text(row, names.of("instruction")), names.of("input")
-    context = _text(row, more) if row.get(more) is not None else ""
+    context = "" if names.taken("input") or row.get(more) is None else _text(row, more)
     question = f"{instruction}\n\n{context}" if context else instruction
-    return [*read_pairs(row.get(_HISTORY), _HISTORY), *exchange(question, _text(row, names.of("output")))]
+    before = [] if names.taken(_HISTORY) else read_pairs(row.get(_HISTORY), _HISTORY)
+    return [*before, *exchange(question, _text(row, names.of("output")))]
 
 
 def _read_prompt_completion(row: Row, names: Columns) -> PlainText:
@@ -210,7 +216,7 @@ def _read_prompt_completion(row: Row, names: Columns) -> PlainText:
     if isinstance(row[completion], list):
         raise _unlike(row, prompt, completion)
     for column in (names.system, names.tools):
-        if row.get(column):
+        if row.get(column) and not names.taken(column):
             raise DataError(
                 f"column '{column}' has {quoted(row[column])}, but '{prompt}' is text, which no chat template frames: "
                 f"write it into '{prompt}', or write '{prompt}' and '{completion}' as lists of turns"
@@ -241,7 +247,7 @@ def _read_tokens(row: Row, names: Columns) -> TokenIds:
         )
     _refuse_padding(row)
     mask, labels = names.of("loss_mask"), names.of("labels")
-    if row.get(mask) is not None:
+    if row.get(mask) is not None and not names.taken("loss_mask"):
         values = _numbers(row[mask], mask)
         if odd := next((value for value in values if value not in (0, 1)), None):
             raise DataError(f"column '{mask}' must have 1 for tokens that are trained and 0 for all others, not {odd}")

@@ -9,7 +9,7 @@ from typing import Any
 from .turns import quoted
 
 _TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
-_QUESTIONS = ("instruction", "prompt", "question", "query", "problem")
+_QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input")
 _ANSWERS = ("output", "completion", "response", "answer", "solution")
 _CONTEXTS = ("input", "context")
 _SYSTEMS = ("system", "system_prompt")
