@@ -258,6 +258,11 @@ def test_all_tensors_of_an_architecture_are_known(tmp_path: Path, kind: str) -> 
         ({"num_attention_heads": 0}, r"config\.json cannot be used: ZeroDivisionError"),
         ({"hidden_act": "unheard"}, "cannot be trained: KeyError: 'unheard'"),
         ({"model_type": "unheard"}, r"config\.json cannot be used: .*unheard"),
+        (
+            {"model_type": "qwen2_5_vl"},
+            r"'qwen2_5_vl' is not supported: its config describes several parts \(vision_config, text_config\); choose "
+            r"a model of text alone$",
+        ),
     ],
 )
 def test_configs_that_make_no_model_are_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:

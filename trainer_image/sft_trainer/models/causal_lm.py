@@ -175,12 +175,12 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
                 f"a model of type {config.model_type!r} is not supported: its attention is its own code, which knows "
                 "no document boundaries; choose another model"
             ) from error
+        if str(error).startswith("Unrecognized configuration class") and config.sub_configs:
+            # What follows are the names of all types that it knows.
+            raise _of_several_parts(config) from error
         raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
     if type(model.config) is not type(config) or config.sub_configs:
-        raise ModelError(
-            f"a model of type {config.model_type!r} is not supported: its config describes several parts "
-            f"({', '.join(config.sub_configs)}); choose a model of text alone"
-        )
+        raise _of_several_parts(config)
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
@@ -190,6 +190,13 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     if overrides is not None:
         check_dropouts(model, overrides.given)
     return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed)
+
+
+def _of_several_parts(config: Any) -> ModelError:
+    return ModelError(
+        f"a model of type {config.model_type!r} is not supported: its config describes several parts "
+        f"({', '.join(config.sub_configs)}); choose a model of text alone"
+    )
 
 
 def _are_packed(config: Any) -> bool:
