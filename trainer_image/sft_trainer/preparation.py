@@ -241,5 +241,6 @@ def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddi
     if largest >= embeddings:
         raise ModelError(
             f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "
-            "model.tokenizerUri to the tokenizer that belongs to the model"
+            "model.tokenizerUri to the tokenizer that belongs to the model, or give the model embeddings for "
+            "tokens that were added (transformers: resize_token_embeddings), save both, name the folder in model.uri"
         )

@@ -109,7 +109,8 @@ def test_a_tokenizer_of_another_model_with_two_processes(place: Place) -> None:
     ended = place.run(job)
 
     sentence = (
-        r"the tokenizer gives token 69\d, but the model has embeddings for 512 tokens only: set model.tokenizerUri"
+        r"the tokenizer gives token 69\d, but the model has embeddings for 512 tokens only: set model.tokenizerUri "
+        r"to the tokenizer that belongs to the model, or give the model embeddings for tokens that were added"
     )
     assert_refused(ended, 12, "ModelError", sentence)
 
