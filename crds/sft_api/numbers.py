@@ -102,6 +102,13 @@ _SOURCE_DEFAULTS: Mapping[str, JsonValue] = {
 _OVERRIDES = "model.configOverrides."
 _MODULES = "training.trainableModules"
 _BATCH = ("training.globalBatchSize", "training.globalBatchTokens")
+_BINS = "training.maxTokensPerMicroBatch"
+_INSTEAD = {
+    "training.globalBatchTokens": "training.globalBatchSize",
+    "training.epochs": "training.steps",
+    "training.schedule.warmupRatio": "training.schedule.warmupSteps",
+}
+"""What says nothing, whatever it is by default, where the other field is given."""
 _MODEL, _SOURCES = "model.uri", "data.train"
 _ORIGIN = "checkpoint.resume.from.uri"
 _NO_POSITION = (
@@ -286,10 +293,24 @@ class Numbers:
     def _differences(self, other: "Numbers", paths: Iterable[str]) -> list[str]:
         found = []
         for path in sorted(paths):
-            here, there = (numbers.values.get(path, _DEFAULTS.get(path)) for numbers in (self, other))
+            here, there = (numbers._in_force(path) for numbers in (self, other))
             if here != there:
                 found += _differences(path, here, there)
         return found
+
+    def _in_force(self, path: str) -> JsonValue:
+        """What ``path`` is in this run. What it leaves out has its default, but where another field stands for it."""
+        if path in self.values:
+            return self.values[path]
+        if path == _BINS and self._counts_bins:
+            return self.values.get("data.maxLength", _DEFAULTS["data.maxLength"])
+        return None if _INSTEAD.get(path) in self.values else _DEFAULTS.get(path)
+
+    @property
+    def _counts_bins(self) -> bool:
+        """Whether the size of bins decides something, which is ``data.maxLength`` where it is left open."""
+        by_tokens = "training.globalBatchSize" not in self.values
+        return by_tokens or ("training.routerAuxLossCoefficient" in self.values and "data.packing" not in self.values)
 
 
 def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, JsonValue]:

@@ -276,6 +276,51 @@ def test_every_difference_is_named_with_both_values() -> None:
     assert Numbers.of(before).differences(Numbers.of(before)) == []
 
 
+def packed(length: int, **training: Any) -> Numbers:
+    return Numbers.of(spec(data={"train": [{"uri": "hf://org/a"}], "maxLength": length}, training=training))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        (
+            packed(256, globalBatchTokens=512),
+            packed(256, globalBatchSize=8),
+            ["training.globalBatchSize: not set -> 8", "training.globalBatchTokens: 512 -> not set"],
+        ),
+        (
+            packed(256, globalBatchSize=8),
+            packed(256, globalBatchTokens=512),
+            ["training.globalBatchSize: 8 -> not set", "training.globalBatchTokens: not set -> 512"],
+        ),
+        (
+            packed(256, steps=6),
+            packed(256, epochs=2),
+            ["training.epochs: not set -> 2", "training.steps: 6 -> not set"],
+        ),
+        (
+            packed(256, schedule={"warmupRatio": 0.1}),
+            packed(256, schedule={"warmupSteps": 5}),
+            ["training.schedule.warmupRatio: 0.1 -> not set", "training.schedule.warmupSteps: not set -> 5"],
+        ),
+    ],
+)
+def test_no_default_is_named_where_another_field_stands_for_it(before: Numbers, now: Numbers, named: list[str]) -> None:
+    assert before.differences(now) == named
+
+
+def test_the_size_of_bins_is_named_where_it_is_another() -> None:
+    same, open_ = packed(256, maxTokensPerMicroBatch=256, globalBatchTokens=512), packed(256, globalBatchTokens=512)
+
+    assert same.differences(packed(128, maxTokensPerMicroBatch=256, globalBatchTokens=512)) == [
+        "data.maxLength: 256 -> 128"
+    ]
+    assert same.differences(packed(128, globalBatchTokens=512)) == ["data.maxLength: 256 -> 128"]
+    assert open_.differences(packed(256, maxTokensPerMicroBatch=512, globalBatchTokens=512)) == [
+        "training.maxTokensPerMicroBatch: 256 -> 512"
+    ]
+
+
 def test_numbers_are_different_exactly_when_a_difference_is_named() -> None:
     every = [Numbers.of(golden(name)) for name in DIGESTS]
     for one in every:
