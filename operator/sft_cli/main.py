@@ -5,6 +5,7 @@ Commands import what they need when they run, so that ``sft --help`` answers at 
 
 import gc
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 MANIFEST = click.Path(exists=True, allow_dash=True, path_type=Path)
 _DEBUG = "sft_cli.debug"
 _INTERNAL_ERROR = 1
+_INTERRUPTED = 128 + signal.SIGINT
+"""What shells call a program that Ctrl-C has ended."""
 _TO_READ_CHECKPOINTS = ("numpy", "boto3", "blake3")
 """Of what the trainer needs; not torch, whose import takes longer than most of these commands."""
 
@@ -73,6 +76,11 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit):
             raise
+        except KeyboardInterrupt:
+            # Not as click has it: 1 says that sft is in error. Once more ends it where threads still hold it up.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            say("\nInterrupted.", fg="yellow")
+            ctx.exit(_INTERRUPTED)
         except Exception as error:
             if ctx.meta.get(_DEBUG):
                 raise

@@ -1,10 +1,13 @@
 """The commands that start nothing: help, validate, plan, and how errors look."""
 
+import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from click.testing import CliRunner, Result
 from sft_api.v1alpha1.status import PlanStatus
 from sft_cli.console import coloured, harmless
 from sft_cli.main import cli
+from tests.waiting import wait_until
 
 from .jobs import manifest
 
@@ -46,6 +50,22 @@ def test_a_reader_that_has_seen_enough_is_no_error(good: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
+
+
+def test_ctrl_c_is_no_error_in_sft(good: Path) -> None:
+    # Given a command that has begun to read its manifest, of which there is more to come
+    command = [sys.executable, "-m", "sft_cli.main", "plan", "-"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        pipe = process.stdin.fileno()
+        os.write(pipe, good.read_bytes())
+        wait_until(lambda: int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder) == 0)
+
+        process.send_signal(signal.SIGINT)
+        said, code = process.stderr.read().decode(), process.wait(timeout=60)
+
+    assert (said, code) == ("\nInterrupted.\n", 130)
 
 
 def test_a_full_disk_that_standard_output_goes_to_is_no_error_in_sft(good: Path) -> None:
