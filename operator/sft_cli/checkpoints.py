@@ -173,7 +173,7 @@ _NOT_FOUND = int(exit_code(StorageNotFoundError.failure))
 def _verdict(store: Store, folder: Folder, on_bytes: Callable[[int], None]) -> list[str]:
     say(f"Reading {folder.id.folder} ({size_text(folder.size)})", dim=True)
     problems = damage(store, folder, on_bytes)
-    if problems and not folder.is_unfinished and is_gone(store, folder):
+    if problems and not folder.is_unfinished and is_gone(store, folder.id):
         say(f"{folder.id.folder} was removed meanwhile, by the run that trains there", fg="yellow")
         return []
     return problems

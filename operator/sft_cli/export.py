@@ -20,6 +20,7 @@ from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.catalog import Catalog, Skipped, status_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
+from sft_trainer.checkpoint.inspecting import is_gone
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
 from sft_trainer.errors import TrainingError
@@ -35,6 +36,9 @@ from .errors import UserError
 from .local import FILE_SCHEME, local_checkpoints, missing_logins, overwritten
 from .problems import sentences
 from .told import Counted, Told
+
+_TRIES = 5
+"""The run may remove one after the other while it is exported."""
 
 
 def export_job(
@@ -56,24 +60,25 @@ def export_job(
     try:
         config = TrainerConfig.resolve(placed, uid=uid or "", default_checkpoint_uri=uri)
         s3 = S3Settings.from_spec(job.spec.checkpoint.s3)
-        store = open_store(uri, s3)
+        store, goal = open_store(uri, s3), open_store(target, s3)
         record = read_record(store)
-        found = list(Catalog(store).candidates())
-        if uid:
-            found = [each for each in found if isinstance(each, Skipped) or each.job_uid == uid]
-        manifest = choose(found, uri, step=step, best=best, one_run=record is not None)
-        check_same_run(config, manifest.run)
         # The card names the model as the manifest does; what is fetched is what the run began with.
         files = pinned(config, record.revisions if record else {}).spec.model
-        _export(config, files, store, manifest, open_store(target, s3), s3)
-    except CheckpointCorruptError as error:
-        others = [each for each in found if isinstance(each, Manifest) and each != manifest]
-        advice = f", or export another one with --step: there is {_steps(others)}" if others else ": there is no other"
-        # As for sft checkpoints verify: bytes that lie there do not mend themselves, whoever tries again.
-        raise UserError(
-            f"{error}; restore it{advice} (sft checkpoints list {uri} shows what there is, verify reads all of it)",
-            exit_code=exit_code(FailureClass.CONFIG_ERROR),
-        ) from error
+        for _ in range(_TRIES):
+            found = list(Catalog(store).candidates())
+            if uid:
+                found = [each for each in found if isinstance(each, Skipped) or each.job_uid == uid]
+            manifest = choose(found, uri, step=step, best=best, one_run=record is not None)
+            check_same_run(config, manifest.run)
+            if _export(config, files, store, manifest, goal, s3, found):
+                break
+            say(f"{manifest.id.folder} was removed meanwhile, by the run that trains there", fg="yellow")
+        else:
+            raise UserError(
+                f"the run that trains in {uri} removes its checkpoints (checkpoint.keep) sooner than they are "
+                "exported: have it keep more, or give the command again once it has ended",
+                exit_code=exit_code(FailureClass.PLACE_IN_USE),
+            )
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
     result(target.removeprefix(FILE_SCHEME))
@@ -135,8 +140,18 @@ def _steps(checkpoints: Sequence[Manifest]) -> str:
 
 
 def _export(
-    config: TrainerConfig, files: ModelSpec, store: Store, manifest: Manifest, target: Store, s3: S3Settings
-) -> None:
+    config: TrainerConfig,
+    files: ModelSpec,
+    store: Store,
+    manifest: Manifest,
+    target: Store,
+    s3: S3Settings,
+    found: Sequence[Manifest | Skipped],
+) -> bool:
+    """Whether it could be exported: not where it was removed meanwhile, as a run that trains there removes old ones.
+
+    Raises UserError, which names others of those ``found``, where it is damaged.
+    """
     say(f"Exporting step {manifest.step} of {config.job.name} from {store.uri}/{manifest.id.prefix}", bold=True)
 
     def fetch(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
@@ -147,10 +162,22 @@ def _export(
     def warn(sentence: str) -> None:
         say(f"Warning: {sentence}", fg="yellow")
 
-    exported = exported_alone(config, files, store, manifest, fetch, warn)
-    export_checkpoint(
-        exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=Counted(Told("read and written"))
-    )
+    group = CheckpointGroup(ALONE, timedelta(hours=1))
+    try:
+        exported = exported_alone(config, files, store, manifest, fetch, warn)
+        export_checkpoint(exported, target, group, on_bytes=Counted(Told("read and written")))
+    except CheckpointCorruptError as error:
+        if is_gone(store, manifest.id):
+            return False
+        others = [each for each in found if isinstance(each, Manifest) and each != manifest]
+        advice = f", or export another one with --step: there is {_steps(others)}" if others else ": there is no other"
+        # As for sft checkpoints verify: bytes that lie there do not mend themselves, whoever tries again.
+        raise UserError(
+            f"{error}; restore it{advice} (sft checkpoints list {store.uri} shows what there is, verify reads all of "
+            "it)",
+            exit_code=exit_code(FailureClass.CONFIG_ERROR),
+        ) from error
+    return True
 
 
 def _fetched(uri: str, kind: Literal["model", "tokenizer"], s3: S3Settings) -> Path:

@@ -10,6 +10,7 @@ import torch
 import yaml
 from click.testing import CliRunner, Result
 
+import sft_cli.export
 from sft_api.checkpoints import RunState
 from sft_api.numbers import Numbers
 from sft_api.v1alpha1 import LoraSpec, SFTJob
@@ -246,6 +247,30 @@ def test_a_damaged_checkpoint_is_named_with_others_to_take(tmp_path: Path, run: 
         in (done.stderr)
     )
     assert not (tmp_path / "run" / "export" / "config.json").exists()
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest one of now is taken then; of a step that was asked for it is said that it is not there."""
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    really = sft_cli.export.export_checkpoint
+
+    def removed_meanwhile(*arguments: Any, **options: Any) -> None:
+        if len(folders) > 1:
+            shutil.rmtree(folders.pop())
+        really(*arguments, **options)
+
+    monkeypatch.setattr(sft_cli.export, "export_checkpoint", removed_meanwhile)
+
+    asked = sft(tmp_path, run, "--step", "6")
+    assert asked.exit_code == 10
+    assert "step-00000006-a00003 was removed meanwhile, by the run that trains there\n" in asked.stderr
+    assert "there is no checkpoint of step 6 in " in asked.stderr
+    done = sft(tmp_path, run)
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/run/export\n"), done.stderr
+    assert exported_step(tmp_path / "run" / "export") == 2
+    assert "damaged" not in asked.stderr + done.stderr
 
 
 def test_of_a_damaged_checkpoint_that_is_the_only_one_that_is_said(tmp_path: Path, tiny_inputs: Any) -> None:

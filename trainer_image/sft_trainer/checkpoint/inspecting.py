@@ -99,6 +99,6 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
             raise
 
 
-def is_gone(store: Store, folder: Folder) -> bool:
+def is_gone(store: Store, identity: CheckpointId) -> bool:
     """Whether the checkpoint was removed since it was found, as a run that trains there removes old ones."""
-    return MANIFEST_NAME not in Catalog(store).folders().get(folder.id, {})
+    return MANIFEST_NAME not in Catalog(store).folders().get(identity, {})
