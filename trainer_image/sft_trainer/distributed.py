@@ -1,6 +1,7 @@
 """This process and its group: ranks, device, and the few collectives the loop needs."""
 
 import os
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from .errors import DeviceUnavailableError
 
 T = TypeVar("T")
 
+_LOOPBACK = "127.0.0.1"
 _RENDEZVOUS_TIMEOUT = timedelta(hours=24)
 """The first process of a machine tokenises before it joins; the others wait for it here, not in a collective."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -97,6 +99,7 @@ def join_group(
         is_master=ranks.rank == 0,
         timeout=_RENDEZVOUS_TIMEOUT,
         wait_for_workers=True,
+        master_listen_fd=_listener(ranks),
     )
     # The default group is given this store and takes its time-out as it is: whoever forms a group or waits for a peer
     # in it would wait for a day.
@@ -111,6 +114,17 @@ def join_group(
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def _listener(ranks: Ranks) -> int | None:
+    """The socket at which rank 0 awaits the others; None for torch's own, at all addresses of this machine.
+
+    It asks nobody who he is, and what stands there says where processes meet, which take pickled objects of each other:
+    where all of them are on this machine nobody else shall reach it.
+    """
+    if ranks.rank != 0 or ranks.world_size != ranks.local_world_size or ranks.address != _LOOPBACK:
+        return None
+    return socket.create_server((_LOOPBACK, ranks.port), backlog=ranks.world_size).detach()
 
 
 def gathered(value: T) -> list[T]:

@@ -1,6 +1,7 @@
 """This process's device, and how long it waits for the others."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from sft_trainer.errors import DeviceUnavailableError
 
 
 def ranks(local_rank: int = 0, local_world_size: int = 1) -> Ranks:
-    return Ranks(local_rank, local_rank, local_world_size, local_world_size, "127.0.0.1", 1, "1")
+    return Ranks(local_rank, local_rank, local_world_size, local_world_size, "127.0.0.1", 0, "1")
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
@@ -68,7 +69,8 @@ def test_the_group_is_formed_once_all_have_met_and_that_is_said(monkeypatch: pyt
         happened.append("over")
 
     class Store:
-        def __init__(self, *_: object, **__: object) -> None:
+        def __init__(self, *_: object, master_listen_fd: int, **__: object) -> None:
+            os.close(master_listen_fd)
             happened.append("all have met")
 
         def set_timeout(self, timeout: object) -> None: ...
@@ -80,6 +82,50 @@ def test_the_group_is_formed_once_all_have_met_and_that_is_said(monkeypatch: pyt
     join_group(ranks(), torch.device("cpu"), forming)
 
     assert happened == ["all have met", "said", "formed", "over"]
+
+
+_MEETS_AND_WAITS = """
+import sys, torch, torch.distributed as dist
+from sft_trainer import distributed
+distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"))
+dist.barrier()
+print("met", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "reached"), [(1, False), (2, True)])
+def test_who_is_not_on_this_machine_reaches_the_rendezvous_only_where_others_are_elsewhere(
+    nodes: int, reached: bool
+) -> None:
+    port = free_port()
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(2 // nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _MEETS_AND_WAITS],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in both if process.stdout] == ["met\n", "met\n"]
+        with socket.socket() as stranger:
+            # An address of this machine, as that of its network, but not the one by which its processes meet.
+            assert (stranger.connect_ex(("127.0.0.2", port)) == 0) == reached
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
 
 
 def test_a_collective_waits_longer_than_a_step_may_take() -> None:
