@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ from sft_trainer.data import tokenize
 from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
 from sft_trainer.data.tokenized import EXAMPLES_FILE
 from sft_trainer.data.writing import JOURNAL_FILE
-from sft_trainer.errors import StorageFullError
+from sft_trainer.errors import StorageFullError, TrainingError
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.data.test_tokenize import row, write
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -212,3 +213,33 @@ def test_reading_and_writing_examples_imports_no_pandas(tmp_path: Path) -> None:
         "here.run(Path(sys.argv[1])); here.run(Path(sys.argv[1])).example(0); sys.exit('pandas' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", look, str(tmp_path)], cwd=Path(__file__).parents[3]).returncode == 0
+
+
+def test_a_process_that_was_killed_is_told_as_one_and_what_is_done_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two processes that tokenise, both killed once two chunks are done
+    write(tmp_path / "rows.jsonl", ROWS)
+    source = TrainSource(uri=f"file://{tmp_path / 'rows.jsonl'}")
+    monkeypatch.setattr(tokenize, "_ROWS_FOR_PROCESSES", 1)
+    monkeypatch.setattr(tokenize, "_usable_cpus", lambda: 2)
+    before = set(multiprocessing.active_children())
+
+    def kills(done: int, _: int) -> None:
+        if done >= 2 * CHUNK:
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+
+    with pytest.raises(
+        TrainingError, match=r"a process that tokenised .*rows\.jsonl.* was ended, .* lower data\.workers"
+    ):
+        tokenize_source(
+            source,
+            DataSpec(train=[source], workers=2),
+            chat_tokenizer("chatml"),
+            cache_dir=tmp_path / "cache",
+            on_progress=kills,
+        )
+
+    there, _ = resumed_at(tmp_path)
+    assert there >= 2 * CHUNK

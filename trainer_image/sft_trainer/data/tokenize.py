@@ -14,6 +14,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import astuple
 from itertools import islice
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sft_trainer.errors import DISK_FULL, DataError
+from sft_trainer.errors import DISK_FULL, DataError, TrainingError
 from sft_trainer.locks import locked
 
 from .examples import Settings, mark_row, to_examples
@@ -293,6 +294,12 @@ def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int, fi
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise TrainingError(
+            f"a process that tokenised {rows.name} was ended, as the kernel does where memory runs out: lower "
+            "data.workers or make more memory free (in a cluster, compute.resources); rows that are done stay, and the "
+            "next start goes on behind them"
+        ) from error
     finally:
         executor.shutdown(cancel_futures=True)
 
