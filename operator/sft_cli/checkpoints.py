@@ -48,7 +48,8 @@ def verify_checkpoints(place: str, *, name: str | None, step: int | None, newest
         store = store_of(place, name, Path.cwd())
         folders = _meant(store, step=step, newest=newest)
         told = Counted(Told("read and compared"))
-        verdicts = [(folder, _verdict(store, folder, told)) for folder in folders]
+        looked = [(folder, _verdict(store, folder, told)) for folder in folders]
+        verdicts = [(folder, problems) for folder, problems in looked if problems is not None]
     if output == "json":
         result(json.dumps([_verdict_document(*item) for item in verdicts], indent=2))
     else:
@@ -170,12 +171,13 @@ def _meant(store: Store, *, step: int | None, newest: bool) -> list[Folder]:
 _NOT_FOUND = int(exit_code(StorageNotFoundError.failure))
 
 
-def _verdict(store: Store, folder: Folder, on_bytes: Callable[[int], None]) -> list[str]:
+def _verdict(store: Store, folder: Folder, on_bytes: Callable[[int], None]) -> list[str] | None:
+    """What is wrong with a checkpoint; None where it is no longer there, of which nothing can be said."""
     say(f"Reading {folder.id.folder} ({size_text(folder.size)})", dim=True)
     problems = damage(store, folder, on_bytes)
     if problems and not folder.is_unfinished and is_gone(store, folder.id):
         say(f"{folder.id.folder} was removed meanwhile, by the run that trains there", fg="yellow")
-        return []
+        return None
     return problems
 
 

@@ -278,6 +278,24 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_damage(run: LocalStore, mon
     done = sft("verify", run.uri)
     assert done.exit_code == 0, done.output
     assert "step-00000002-a00001 was removed meanwhile" in done.stderr
+    assert "step-00000002" not in done.stdout, "nothing is said of bytes that were not read"
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_listed_is_not_unusable(
+    run: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity, read = CheckpointId(1, 2), LocalStore.read
+
+    def gone(self: LocalStore, key: str, *limit: int) -> bytes:
+        if key == identity.manifest_key:
+            run.delete([entry.key for entry in run.list(identity.prefix)])
+        return read(self, key, *limit)
+
+    monkeypatch.setattr(LocalStore, "read", gone)
+    done = sft("list", run.uri)
+    assert done.exit_code == 0, done.output
+    assert "unusable" not in done.stdout
+    assert "step-00000002" not in done.stdout
 
 
 # prune

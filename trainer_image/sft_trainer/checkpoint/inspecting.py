@@ -60,7 +60,12 @@ def folders_of(store: Store) -> list[Folder]:
         return Folder(identity, size, found)
 
     with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="look") as pool:
-        return list(pool.map(look, catalog.folders().items()))
+        found = list(pool.map(look, catalog.folders().items()))
+    if any(folder.problem and not folder.is_unfinished for folder in found):
+        # A run that trains there may have removed it meanwhile: then it is none that cannot be used.
+        still = catalog.folders()
+        found = [one for one in found if not one.problem or one.is_unfinished or MANIFEST_NAME in still.get(one.id, {})]
+    return found
 
 
 def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None) -> list[str]:
