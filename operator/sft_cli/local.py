@@ -23,6 +23,8 @@ from .hub_folders import hub_token_file
 from .words import counted
 
 FILE_SCHEME = "file://"
+CONFIG_FILE = "config.json"
+"""In the folder of a run on this machine: its resolved configuration."""
 _MACHINE_ID = Path("/etc/machine-id")
 Part = TypeVar("Part", bound=ApiModel)
 

@@ -30,7 +30,7 @@ from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
 from .live import Display, incident_line, open_display
-from .local import LocalRun, local_devices, prepare, with_gpu_memory, with_launcher
+from .local import CONFIG_FILE, LocalRun, local_devices, prepare, with_gpu_memory, with_launcher
 from .logs import LogTail, last_lines
 from .machine import gpu_memory, visible_gpus
 from .overrides import in_words
@@ -302,7 +302,7 @@ def _set_aside(run: LocalRun) -> None:
 
 def _write_files(run: LocalRun) -> RunFiles:
     files = RunFiles(
-        config=run.folder / "config.json",
+        config=run.folder / CONFIG_FILE,
         log=run.folder / "logs" / f"{datetime.now():%Y%m%d-%H%M%S}.log",
         run_dir=run.folder / "run",
     )

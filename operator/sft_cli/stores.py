@@ -3,13 +3,17 @@
 import re
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from sft_api.checkpoints import CHECKPOINTS_PREFIX, checkpoint_id, run_place
+from sft_api.place import RUN_KEY
+from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
 
 from .errors import UserError
-from .local import FILE_SCHEME, local_checkpoints, runs_folder
+from .local import CONFIG_FILE, FILE_SCHEME, local_checkpoints, runs_folder
 from .manifest import STANDARD_INPUT, ManifestError, load_manifest
 
 _URI = re.compile(r"(?:s3|pvc|file)://.+")
@@ -36,11 +40,23 @@ def store_and_job(place: str, name: str | None, working_folder: Path) -> tuple[S
         return open_store(_run_of(f"{FILE_SCHEME}{path.resolve()}")), None
     run = runs_folder(working_folder) / place
     if "/" not in place and run.is_dir():
-        return open_store(f"{FILE_SCHEME}{run}"), None
+        return _saved_by(run), None
     raise UserError(
         f"{place} is no URI, folder or manifest, and there is no {run}: give s3://, pvc:// or file:///, the manifest "
         f"of the job, or for an object of a cluster: kubectl get sftjob {path.name} -o yaml | sft checkpoints list -"
     )
+
+
+def _saved_by(run: Path) -> Store:
+    """Where the run saves whose files ``sft run`` keeps in the folder ``run``: there, or where its manifest said."""
+    here = open_store(f"{FILE_SCHEME}{run}")
+    if (run / RUN_KEY).exists() or (run / CHECKPOINTS_PREFIX).exists():
+        return here
+    try:
+        config = TrainerConfig.model_validate_json((run / CONFIG_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return here
+    return open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
 
 
 def _place_of(job: SFTJob, working_folder: Path) -> str:

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 from sft_api.checkpoints import CheckpointId, attempt_key
 from sft_api.numbers import Numbers
 from sft_api.place import ALIVE_KEY, DONE_KEY, RUN_KEY, Beat, Done, RunRecord, encode_record
+from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
 from sft_cli.checkpoints import prune_checkpoints
 from sft_cli.errors import UserError
@@ -181,6 +182,15 @@ def test_where_a_place_is_looked_for(run: LocalStore, tmp_path: Path, monkeypatc
     manifest.write_text(yaml.safe_dump(document()))
     assert "complete since step 6" in sft("list", "tiny").stdout
     assert "complete since step 6" in sft("list", "job.yaml").stdout
+    # and saves elsewhere, as its manifest said
+    elsewhere = run.path.with_name("elsewhere")
+    (tmp_path / "sft-runs" / "tiny").rename(elsewhere)
+    (tmp_path / "sft-runs" / "tiny").mkdir()
+    resolved = TrainerConfig.resolve(
+        SFTJob.from_manifest(document(f"file://{elsewhere}")), uid="u", default_checkpoint_uri=""
+    )
+    (tmp_path / "sft-runs" / "tiny" / "config.json").write_text(resolved.model_dump_json(by_alias=True))
+    assert sft("list", "tiny").stdout == sft("list", str(elsewhere)).stdout
     # What is none of these is said
     nothing = sft("list", "tinny")
     assert nothing.exit_code == 10
