@@ -8,6 +8,7 @@ from sft_trainer.data.masks import TrainOn
 
 LAST: TrainOn = "lastAssistantMessage"
 ALL: TrainOn = "allAssistantMessages"
+EVERY: TrainOn = "allTokens"
 
 
 def system(text: str) -> dict[str, Any]:

@@ -103,8 +103,10 @@ class DataSpec(ApiModel):
     eval: Annotated[list[EvalSource], Field(max_length=16)] = Field(
         default_factory=list, description="Data sets to evaluate on."
     )
-    train_on: Literal["lastAssistantMessage", "allAssistantMessages"] = Field(
-        default="lastAssistantMessage", description="Which turns are trained; all others only give context."
+    train_on: Literal["lastAssistantMessage", "allAssistantMessages", "allTokens"] = Field(
+        default="lastAssistantMessage",
+        description="Which turns are trained; all others only give context. allTokens: all that the model reads, what "
+        "users say, prompts and the template's own words too.",
     )
     max_length: Annotated[int, Field(ge=8, le=1_048_576)] = Field(
         default=4096, description="Longest example, in tokens."

@@ -67,6 +67,8 @@ def test_what_the_page_shows_is_trained(row: str, tokenizer: Any, tmp_path: Path
 def test_the_conversation_of_two_answers_is_trained_as_said(tokenizer: Any, tmp_path: Path) -> None:
     assert trained(preview(ROWS[0], tokenizer, tmp_path)) == ["Second."]
     assert trained(preview(ROWS[0], tokenizer, tmp_path, "allAssistantMessages")) == ["First.", "Second."]
+    shown = preview(ROWS[0], tokenizer, tmp_path, "allTokens")
+    assert [token.trained for token in shown.tokens] == [False, *[True] * (len(shown.tokens) - 1)]
 
 
 @pytest.mark.parametrize(("row", "words"), REFUSED)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sft_trainer.data.formats import Columns, Format, PlainText, TokenIds, check_named, detect_format, read_row
+from sft_trainer.data.masks import selected_turns
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.data.turns import Conversation
 from sft_trainer.errors import DataError
@@ -545,7 +546,9 @@ def test_of_lists_of_turns_the_prompt_is_never_trained() -> None:
     row = {"prompt": prompt, "completion": [ANSWER, {**ANSWER, "train": False}], "system": "Short."}
     given = conversation(row, "promptCompletion", Columns())
     assert [message["role"] for message in given.messages] == ["system", *["user", "assistant"] * 2, "assistant"]
-    assert given.flags == [None, False, False, False, None, False]
+    assert (given.prompt, given.flags) == (4, [None, None, True, None, None, False])
+    assert selected_turns(given, "allAssistantMessages") == [4]
+    assert selected_turns(given, "lastAssistantMessage") == []
 
 
 def test_text_is_read_as_it_stands() -> None:

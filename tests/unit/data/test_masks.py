@@ -15,6 +15,7 @@ from sft_trainer.data.turns import Conversation
 from tests.parity.mask_cases import (
     ALL,
     CASES,
+    EVERY,
     LAST,
     TWO,
     MaskCase,
@@ -201,6 +202,8 @@ REFUSED = [
         LAST,
         "does not write the tool call 'sky' of message 2",
     ),
+    ("phi3", (user("Sky?"), assistant("", **call("sky"))), EVERY, "does not write the tool call 'sky' of message 2"),
+    ("gemma", (system("Be kind."), user("Hi"), assistant("Yo")), EVERY, "System role not supported.*remove it"),
 ]
 
 
@@ -334,6 +337,30 @@ def test_a_turn_whose_prompt_changes_later_is_refused() -> None:
     with pytest.raises(TemplateRefusal, match="changes what stands before message 2"):
         mark(template, turns(*TWO), ALL)
     assert mark(template, turns(*TWO), LAST) is not None
+
+
+@pytest.mark.parametrize("case", CASES, ids=CASE_NAMES)
+def test_all_tokens_are_all_that_the_template_writes(case: MaskCase) -> None:
+    given, template = turns(*case.messages, tools=case.tools), template_of(case.family)
+    given = dataclasses.replace(given, flags=[None for _ in given.messages])
+    text = template.render(given.messages, given.tools)
+    marked = mark(template, given, EVERY)
+    assert marked is not None
+    assert (marked.text, marked.spans, marked.context_answers) == (text, [(0, len(text))], 0)
+
+
+def test_all_tokens_are_trained_where_answers_alone_are_not_known() -> None:
+    # Nobody asks where the answers begin and end, and there may be none.
+    template = template_of("deepseek_r1")
+    for messages in (TWO, TWO[:3], TWO[:1]):
+        marked = mark(template, turns(*messages), EVERY)
+        assert marked is not None
+        assert marked.spans == [(0, len(template.render(turns(*messages).messages)))]
+
+
+def test_a_message_that_is_not_to_be_trained_is_refused_where_all_tokens_are() -> None:
+    with pytest.raises(TemplateRefusal, match=r"^message 2 says that it is not trained .*allTokens trains all of"):
+        mark(template_of("chatml"), turns(user("Hi"), assistant("Yo", train=False), user("?"), assistant("Ah")), EVERY)
 
 
 def test_conversation_without_trained_turn_gives_nothing() -> None:

@@ -131,6 +131,13 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained_with_its_end(
     )
 
 
+def test_all_tokens_are_those_of_the_prompt_too(tmp_path: Path) -> None:
+    row, tokenizer = {"prompt": "How are you?", "completion": " Well."}, chat_tokenizer("chatml")
+    ids, mask = Rows(tmp_path / "rows", [row], tokenizer, trainOn="allTokens").first()
+    assert ids == [*tokenizer("How are you? Well.")["input_ids"], tokenizer.eos_token_id]
+    assert mask == [0, *[1] * (len(ids) - 1)]
+
+
 def test_a_token_across_the_border_is_trained_and_counted(tmp_path: Path) -> None:
     rows = Rows(
         tmp_path / "rows", [{"prompt": "It is so.", "completion": " The"}], chat_tokenizer("chatml", "crossing")

@@ -50,6 +50,8 @@ def rendered(turns: Sequence[dict[str, Any]], train_on: str, tools: list[Any] | 
     written = "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools or [])
     out = f"<|im_start|>system\n{system}" + (f"\n\n# Tools\n<tools>{written}\n</tools>" if tools else "")
     out, spans = f"{out}<|im_end|>\n", list[range]()
+    if train_on == "allTokens":
+        trained = [len(turns) - 1]
     for i, turn in enumerate(turns[: trained[-1] + 1] if trained else []):
         if turn["role"] == "system":
             continue
@@ -58,7 +60,7 @@ def rendered(turns: Sequence[dict[str, Any]], train_on: str, tools: list[Any] | 
         if i in trained:
             spans.append(range(len(out), end))
         out += f"{turn['content']}<|im_end|>\n"
-    return out, spans
+    return out, [range(len(out))] if train_on == "allTokens" else spans
 
 
 def drawn_row(draw: random.Random, row_format: str, train_on: str) -> Drawn:
@@ -69,10 +71,12 @@ def drawn_row(draw: random.Random, row_format: str, train_on: str) -> Drawn:
         prompt, completion = text(draw), text(draw)
         whole = prompt + completion
         row = {"prompt": prompt, "completion": completion}
-        return row, whole, [range(len(prompt), len(whole))], ["<|im_end|>"] if whole else []
+        begin = 0 if train_on == "allTokens" else len(prompt)
+        return row, whole, [range(begin, len(whole))], ["<|im_end|>"] if whole else []
     turns: list[dict[str, Any]] = [{"role": "system", "content": text(draw)}] * draw.choice([0, 1])
     for _ in range(draw.choice([1, 2, 3])):
         flag = draw.choice([{}, {}, {}, {"train": True}, {"train": False}])
+        flag = {} if train_on == "allTokens" and flag == {"train": False} else flag  # is refused
         turns += [{"role": "user", "content": text(draw)}, {"role": "assistant", "content": text(draw), **flag}]
     tool = {"type": "function", "function": {"name": "f", "parameters": {text(draw): "é"}}}
     tools = draw.choice([None, None, [tool]])
@@ -131,7 +135,7 @@ def test_examples_are_what_the_page_on_data_says(tmp_path: Path, seed: int) -> N
     draw = random.Random(seed)
     tokenizer = chat_tokenizer("chatml", draw.choice(["words", "crossing", "sentencepiece"]))
     row_format = draw.choice(["messages", "shareGPT", "text", "promptCompletion"])
-    train_on = draw.choice(["lastAssistantMessage", "allAssistantMessages"])
+    train_on = draw.choice(["lastAssistantMessage", "allAssistantMessages", "allTokens"])
     most, overlong = draw.choice([8, 40, 100, 4096]), draw.choice(["drop", "truncate", "split"])
     drawn = [drawn_row(draw, row_format, train_on) for _ in range(10)]
     path = tmp_path / f"rows{draw.choice(['.jsonl', '.json', '.parquet', '.jsonl.gz'])}"

@@ -84,6 +84,8 @@ def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> Marked |
         if isinstance(content, PlainText):
             codec.check_ending()
             content.text.encode()
+            if settings.train_on == "allTokens":
+                content = PlainText("", content.text)
             return content if content.text else None
         template = codec.template(content.tools).given(content.variables)
         if foreign := foreign_control_token(content, codec.control_tokens):

@@ -15,7 +15,6 @@ from sft_trainer.errors import DataError
 from .hints import likely
 from .turns import (
     Conversation,
-    Turns,
     exchange,
     quoted,
     read_pairs,
@@ -178,29 +177,31 @@ def read_row(row: Row, row_format: Format, names: Columns) -> Conversation | Pla
         return PlainText("", _text(row, names.of("text")))
     if row_format == "promptCompletion" and not isinstance(row[names.of("prompt")], list):
         return _read_prompt_completion(row, names)
-    messages, flags = _turns(row, row_format, names)
+    messages, flags, prompt = _turns(row, row_format, names)
     system = None if names.taken(names.system) else row.get(names.system)
     if system is not None and not isinstance(system, str):
         raise DataError(f"column '{names.system}' must be text, not {quoted(system)}")
     if system and messages[0]["role"] != "system":
         messages, flags = [{"role": "system", "content": system}, *messages], [None, *flags]
+        prompt += 1
     tools = None if names.taken(names.tools) else read_tools(row.get(names.tools), names.tools)
-    return Conversation(messages, flags, tools, read_variables(row.get(_VARIABLES), _VARIABLES))
+    return Conversation(messages, flags, tools, read_variables(row.get(_VARIABLES), _VARIABLES), prompt)
 
 
-def _turns(row: Row, row_format: Format, names: Columns) -> Turns:
+def _turns(row: Row, row_format: Format, names: Columns) -> tuple[list[dict[str, Any]], list[bool | None], int]:
+    """Messages with their flags, and how many of them are a prompt."""
     if row_format == "alpaca":
         messages = _read_alpaca(row, names)
-        return messages, [None for _ in messages]
+        return messages, [None for _ in messages], 0
     if row_format == "promptCompletion":
         prompt, completion = names.of("prompt"), names.of("completion")
-        given, _ = read_turns(row[prompt], prompt)
+        given, given_flags = read_turns(row[prompt], prompt)
         if not isinstance(row[completion], list):
             raise _unlike(row, prompt, completion)
         messages, flags = read_turns(row[completion], completion)
-        return [*given, *messages], [*[False for _ in given], *flags]
+        return [*given, *messages], [*given_flags, *flags], len(given)
     column = names.turns(row_format, row.keys())
-    return (read_shared_turns if row_format == "shareGPT" else read_turns)(row[column], column)
+    return *(read_shared_turns if row_format == "shareGPT" else read_turns)(row[column], column), 0
 
 
 def _read_alpaca(row: Row, names: Columns) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from .chat import ChatTemplate, Message, Span, TemplateRefusal
 from .turns import Conversation
 
-TrainOn = Literal["lastAssistantMessage", "allAssistantMessages"]
+TrainOn = Literal["lastAssistantMessage", "allAssistantMessages", "allTokens"]
 
 _ALTERATION = "altered"
 
@@ -49,27 +49,32 @@ class MarkedText:
 
 
 def selected_turns(conversation: Conversation, train_on: TrainOn) -> list[int]:
-    """Indices of the messages to train: by ``train_on``, unless the message's own flag says otherwise."""
-    assistant = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    chosen = assistant if train_on == "allAssistantMessages" else assistant[-1:]
-    return [i for i in assistant if (i in chosen if conversation.flags[i] is None else conversation.flags[i])]
+    """Indices of the answers to train: by ``train_on``, unless the message's own flag says otherwise."""
+    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+    if train_on == "allTokens":
+        return answers
+    answers = [i for i in answers if i >= conversation.prompt]
+    chosen = answers if train_on == "allAssistantMessages" else answers[-1:]
+    return [i for i in answers if (i in chosen if conversation.flags[i] is None else conversation.flags[i])]
 
 
 def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) -> MarkedText | None:
     """The text of a conversation with its trained spans; None when no turn of it is to be trained.
 
-    Turns after the last trained one are left out: they cannot influence anything that is trained.
+    Turns after the last trained one are left out: they cannot influence anything that is trained. With ``allTokens``
+    all of it is one span.
     Raises TemplateRefusal when the spans cannot be known exactly.
     """
-    selected = selected_turns(conversation, train_on)
-    if not selected:
-        return None
-    messages = conversation.messages[: selected[-1] + 1]
-    if template.has_markers:
-        text, spans = _marked_spans(template, messages, conversation.tools, selected)
-    else:
+    selected, messages = selected_turns(conversation, train_on), conversation.messages
+    if train_on == "allTokens":
+        _check_flags(conversation)
         text = template.render(messages, conversation.tools)
-        spans = [_turn_span(template, text, messages, conversation.tools, turn) for turn in selected]
+        spans = [(0, len(text))]
+    elif not selected:
+        return None
+    else:
+        messages = messages[: selected[-1] + 1]
+        text, spans = _spans_of_turns(template, messages, conversation.tools, selected)
     trained = "".join(text[start:end] for start, end in spans)
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
@@ -81,11 +86,29 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
         incomplete=sum(lacks_tools or not _is_written(messages[i], trained) for i in selected),
         context_answers=sum(
             message["role"] == "assistant" and i not in selected and conversation.flags[i] is None
-            for i, message in enumerate(messages)
+            for i, message in enumerate(messages[conversation.prompt :], conversation.prompt)
         ),
         empty=sum(_says_nothing(messages[i]) for i in selected),
         answers=len(selected),
     )
+
+
+def _spans_of_turns(
+    template: ChatTemplate, messages: list[Message], tools: list[Any] | None, selected: list[int]
+) -> tuple[str, list[Span]]:
+    if template.has_markers:
+        return _marked_spans(template, messages, tools, selected)
+    text = template.render(messages, tools)
+    return text, [_turn_span(template, text, messages, tools, turn) for turn in selected]
+
+
+def _check_flags(conversation: Conversation) -> None:
+    """Raises TemplateRefusal where a message asks not to be trained, as all of the text is."""
+    if (turn := next((i for i, flag in enumerate(conversation.flags) if flag is False), None)) is not None:
+        raise TemplateRefusal(
+            f"message {turn + 1} says that it is not trained (train or weight), and data.trainOn: allTokens trains all "
+            "of a conversation; remove that, or set data.trainOn: allAssistantMessages"
+        )
 
 
 def _says_nothing(message: Message) -> bool:

@@ -58,6 +58,8 @@ class Conversation:
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Of the template, in this row; such as enable_thinking."""
+    prompt: int = 0
+    """Messages at the begin that are one: none of their answers is trained as such."""
 
 
 Turns = tuple[list[dict[str, Any]], list[bool | None]]
