@@ -467,9 +467,9 @@ class RunPolicy(ApiModel):
     )
     start_deadline_seconds: Seconds = Field(
         default=300,
-        description="When some pods have been placed for so long and others find no room, at the start or after a "
-        "loss, all give their places back and try again after a pause that grows. Not in a queue: Kueue's "
-        "waitForPodsReady is for that.",
+        description="When some pods have been placed for so long and others find no room, or no quota in their "
+        "namespace, at the start or after a loss, all give their places back and try again after a pause that grows. "
+        "Not in a queue: Kueue's waitForPodsReady is for that.",
     )
     storage_deadline_seconds: Seconds = Field(
         default=3600,

@@ -308,6 +308,7 @@ class NewestWarnings:
             reason=text(event.get("reason")),
             message=text(event.get("message")),
             time=next((time for given in times if (time := parse_time(given))), None),
+            first=parse_time(event.get("firstTimestamp")),
         )
         self.newest = sorted([*self.newest, found], key=lambda item: item.time or self._now, reverse=True)
         del self.newest[_KEPT_WARNINGS:]

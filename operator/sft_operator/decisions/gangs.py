@@ -1,4 +1,5 @@
-"""Groups of which some pods were placed and others find no room: each holds what another waits for. Pure.
+"""Groups of which some pods were placed and others find no room, or are not made for want of quota: each holds what
+another waits for. Pure.
 
 Nothing trains before all pods of a group run, so one that is placed in part for longer than its deadline gives its
 places back: its Job is suspended, and resumed after a pause that grows from time to time. Only the youngest of those
@@ -37,6 +38,8 @@ _TOLD_BY_KUEUE = timedelta(seconds=5)
 """In which it writes what it writes of each group that it starts."""
 _LOOK_AGAIN_SECONDS = 5.0
 """While others have to go first."""
+OVER_QUOTA = "exceeded quota"
+"""In the API server's words about a pod, or another object, for which its namespace has nothing left."""
 
 
 class Release(NamedTuple):
@@ -53,12 +56,15 @@ class Release(NamedTuple):
     """It begins anew off these nodes alone; None: it had given its places back."""
     tried: bool = False
     """It was resumed since: who suspends it after that is somebody else."""
+    quota: bool = False
+    """The others were not made, for want of quota."""
 
     def written(self) -> str:
         """As the annotation has it."""
         said = {"times": self.times, "at": timestamp(self.at), "until": timestamp(self.until), "placed": self.placed}
         avoid = {} if self.avoid is None else {"avoid": list(self.avoid)}
-        return json.dumps({**said, **avoid, **({"tried": True} if self.tried else {})})
+        marks = {name: True for name, holds in (("tried", self.tried), ("quota", self.quota)) if holds}
+        return json.dumps({**said, **avoid, **marks})
 
 
 class Rival(NamedTuple):
@@ -94,7 +100,8 @@ def release_of(child: ChildJob) -> Release | None:
     times, placed = (integer(said.get(name)) or 0 for name in ("times", "placed"))
     avoid = said.get("avoid")
     nodes = tuple(text(node, longest=253) for node in avoid[:MOST_AVOIDED]) if isinstance(avoid, list) else None
-    return Release(times, at, until, placed, nodes and tuple(filter(None, nodes)), said.get("tried") is True)
+    tried, quota = (said.get(name) is True for name in ("tried", "quota"))
+    return Release(times, at, until, placed, nodes and tuple(filter(None, nodes)), tried, quota)
 
 
 def rests_by_us(child: ChildJob) -> bool:
@@ -104,7 +111,8 @@ def rests_by_us(child: ChildJob) -> bool:
 
 
 def half_placed_since(observed: Observed) -> datetime | None:
-    """Since when some pods of a group have a place and others find none; None: that is not so.
+    """Since when some pods of a group have a place and others find none, or are not made for want of quota; None: that
+    is not so.
 
     The clock stands still while an image is pulled or a volume is bound, and begins anew with a node that is ordered.
     """
@@ -113,15 +121,41 @@ def half_placed_since(observed: Observed) -> datetime | None:
         return None
     live = [pod for pod in observed.active_pods if pod.deletion is None]
     placed, waiting = [pod for pod in live if pod.node], [pod for pod in live if pod.unplaced]
-    if not placed or not waiting or len(placed) + len(waiting) < len(live):
+    denied = None if waiting else _over_quota_since(child, observed)
+    if not placed or not (waiting or denied) or len(placed) + len(waiting) < len(live):
         return None
     begun = [pod.started for pod in placed if pod.started]
     if len(begun) < len(placed):
         return None
+    if denied:
+        return max(*begun, denied)
     refused = [pod.unplaced.time for pod in waiting if pod.unplaced and pod.unplaced.time]
     if not refused:
         return None
     return max(*begun, min(refused), *nodes_ordered(observed, waiting))
+
+
+def _over_quota_since(child: ChildJob, observed: Observed) -> datetime | None:
+    """Since when pods that are missing are not made for want of quota, as the Job controller tells; None: they are
+    made, or it has another reason.
+
+    Pods that were made since what it tells say that there was quota again.
+    """
+    if len(observed.active_pods) >= child.nodes:
+        return None
+    made = max((pod.created for pod in observed.pods if pod.created), default=child.started)
+    told = [
+        event
+        for event in observed.warnings  # newest first
+        if (event.subject, event.reason) == (f"Job/{child.name}", "FailedCreate")
+        and event.time is not None
+        and (made is None or event.time >= made)
+    ]
+    if not told or OVER_QUOTA not in told[0].message:
+        return None
+    # It tries once a minute at last. Each try is an event of its own, until many alike are told as one.
+    since = min(event.first or event.time for event in told if event.time and OVER_QUOTA in event.message)
+    return since if made is None else max(since, made)
 
 
 def _gives_back(observed: Observed) -> datetime | None:
@@ -253,7 +287,9 @@ def _released(
     observed: Observed, now: datetime, until: datetime, times: int, *, avoid: tuple[str, ...] | None = None
 ) -> Manifest:
     placed = sum(bool(pod.node) for pod in observed.active_pods)
-    return {**_annotated(Release(times, now, until, placed, avoid).written()), "spec": {"suspend": True}}
+    quota = avoid is None and not any(pod.unplaced for pod in observed.active_pods)
+    release = Release(times, now, until, placed, avoid, quota=quota)
+    return {**_annotated(release.written()), "spec": {"suspend": True}}
 
 
 def _resume(terms: Terms, child: ChildJob, release: Release | None, observed: Observed, now: datetime) -> Turn:
@@ -304,8 +340,9 @@ def release_words(terms: Terms, child: ChildJob, restarts: RestartsStatus) -> st
     placed = f"{release.placed} of {terms.nodes} pods" if release else "some pods"
     again = f"; tries again at {timestamp(release.until)}" if release else ""
     times = f", {release.times} times in a row" if release and release.times > 1 else ""
+    found = "had quota in their namespace" if release and release.quota else "had found room"
     return (
-        f"only {placed} had found room within {terms.start_deadline_seconds} s "
+        f"only {placed} {found} within {terms.start_deadline_seconds} s "
         f"(spec.runPolicy.startDeadlineSeconds){times}: they have given their places back{again}"
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
-from .gangs import unplaced_pods
+from .gangs import OVER_QUOTA, unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 _PULL_ADVICE = (
@@ -196,7 +196,7 @@ def refusal_problem(refusal: Refusal) -> Problem:
 
 
 def _forbidden(message: str) -> Problem:
-    if "exceeded quota" in message:
+    if OVER_QUOTA in message:
         return Problem(
             "QuotaExceeded",
             f"{message}; ask for less, or it goes on when others free their share or the quota is raised",

@@ -389,6 +389,9 @@ class Warning:
     reason: str
     message: str
     time: datetime | None = None
+    """When it was told last."""
+    first: datetime | None = None
+    """When it was told first, where that is known."""
 
 
 @dataclass(frozen=True)

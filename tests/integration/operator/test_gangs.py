@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sft_api.progress import Progress
 from tests.integration.operator.scene import Object, Scene, training
+from tests.integration.operator.test_problems import quota
 
 FOR_EVER = {"startDeadlineSeconds": 86_400}
 
@@ -82,3 +83,35 @@ def test_what_was_released_is_the_users_to_suspend_and_to_resume(scene: Scene) -
         scene.run_pod(pod)
     scene.supervisors.report(scene.namespace, "paused", Progress(training=training(3)))
     scene.until_state("paused", "Running")
+
+
+def allow(scene: Scene, processors: int) -> None:
+    """Let the namespace have so many processors, from now on."""
+    hard = {"requests.cpu": str(processors)}
+    if scene.get("resourcequotas", "small") is None:
+        scene.create("resourcequotas", quota(hard))
+    else:
+        scene.patch("resourcequotas", "small", {"spec": {"hard": hard}})
+    scene.until(lambda: (scene.get("resourcequotas", "small") or {}).get("status", {}).get("hard") == hard)
+
+
+def test_two_groups_that_each_hold_quota_which_the_other_waits_for_come_apart(scene: Scene) -> None:
+    def of(processors: int) -> Object:
+        return {"nodes": 2, "gpusPerNode": 0, "resources": {"requests": {"cpu": str(processors)}}}
+
+    # Each has one pod of two: what is left is too little for another one of the older one, and for two of the younger.
+    allow(scene, 3)
+    scene.submit("older", runPolicy=FOR_EVER, compute=of(2))
+    scene.run_pod(scene.until_pods("older", 1)[0])
+    scene.submit("younger", runPolicy={"startDeadlineSeconds": 1}, compute=of(1))
+    younger = scene.until_pods("younger", 1)
+    scene.run_pod(younger[0])
+
+    scene.until(lambda: released(scene, "younger"))
+    end_once_asked_to(scene, younger[0])
+    scene.until(lambda: "had quota in their namespace" in scene.status("younger")["message"])
+    scene.patch("sftjobs", "younger", {"spec": {"suspend": True}})  # it would try again, and take its part once more
+    allow(scene, 4)
+
+    scene.until_pods("older", 2)
+    assert not released(scene, "older")

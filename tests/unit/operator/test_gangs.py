@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions.gangs import (
+    OVER_QUOTA,
     SETTLING,
     Rival,
     Rivals,
@@ -19,6 +20,7 @@ from sft_operator.decisions.gangs import (
     half_placed_since,
     pause_seconds,
     release_of,
+    release_words,
     rivals_of,
     take_turn,
 )
@@ -130,6 +132,65 @@ def test_a_node_that_was_ordered_for_the_pod_begins_the_clock_anew(reason: str) 
     assert wants_events(observed, pods_wanted=2, now=at(60)) == [observed.pods[1].uid]
     assert half_placed_since(replace(observed, warnings=(ordered,))) == at(200)
     assert half_placed_since(replace(observed, warnings=(replace(ordered, subject="Pod/other"),))) == at(0)
+
+
+def denied(told: float, first: float | None = None, *, why: str = OVER_QUOTA) -> Warning:
+    """The Job controller's word on a pod that it cannot make."""
+    words = f'Error creating: pods "tulu-1-x" is forbidden: {why}: gpus, requested: nvidia.com/gpu=8'
+    return Warning("Job/tulu", "FailedCreate", words, at(told), None if first is None else at(first))
+
+
+@pytest.mark.parametrize(
+    ("pods", "warnings", "since"),
+    [
+        ((placed(begun=-20),), (denied(100), denied(40), denied(0)), 0),
+        ((placed(begun=50),), (denied(100), denied(40)), 100),
+        ((placed(begun=-20),), (denied(600, first=300), denied(0)), 0),
+        # Many alike are told as one, which may have begun before a pod was made that is there now.
+        ((placed(begun=-20),), (denied(600, first=-300),), -20),
+        ((placed(begun=-20), placed(1)), (denied(10),), None),
+        ((waiting(0),), (denied(10),), None),
+        ((placed(begun=-20),), (), None),
+        ((placed(begun=-20),), (denied(-30),), None),
+        ((placed(begun=-20),), (denied(20, why="denied the request"), denied(10)), None),
+        ((make_pod(0, phase="Pending", waiting=("ContainerCreating", ""), created=-20),), (denied(10),), None),
+    ],
+    ids=[
+        "in-vain-since",
+        "a-place-was-taken-since",
+        "told-as-one",
+        "told-as-one-since-before",
+        "all-there",
+        "none-placed",
+        "not-told",
+        "made-since",
+        "for-another-reason",
+        "image-is-pulled",
+    ],
+)
+def test_a_group_is_half_placed_too_where_its_namespace_has_no_quota_for_the_rest(
+    pods: tuple[Pod, ...], warnings: tuple[Warning, ...], since: float | None
+) -> None:
+    """Two such groups hold the quota that the other one waits for."""
+    observed = Observed(job=make_child(), pods=pods, warnings=warnings)
+
+    assert half_placed_since(observed) == (None if since is None else at(since))
+
+
+def test_what_lacks_quota_gives_its_places_back_and_says_so() -> None:
+    observed = Observed(job=make_child(), pods=(placed(),), warnings=(denied(0),))
+
+    assert turn(observed, DEADLINE - 1) == Turn(wait=1)
+    given = turn(observed, DEADLINE).patch
+
+    assert given
+    assert given["spec"] == {"suspend": True}
+    child = marked(make_child(suspend=True), given)
+    words = "only 1 of 2 pods had quota in their namespace within 300 s"
+    assert words in release_words(make_terms(), child, RestartsStatus())
+    again = turn(Observed(job=child), 3000).patch
+    assert again
+    assert again["spec"] == {"suspend": False}
 
 
 # Whose turn it is
