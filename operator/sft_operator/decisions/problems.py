@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from ..picture.observed import ChildJob, Observed, Pod, Refusal, Warning
+from ..picture.observed import CRASHES, ChildJob, Observed, Pod, Refusal, Warning
 from .gangs import OVER_QUOTA, unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
@@ -113,29 +113,32 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
             words = "something in this cluster holds it back before it is scheduled (spec.schedulingGates)"
             return Problem("SchedulingGated", f"pod {pod.name}: {words}: {scheduled.message}", False)
         return _unscheduled(pod, scheduled.message)
+    where = f"pod {pod.name} on node {pod.node}" if pod.node else f"pod {pod.name}"
+    words = f"{where}: {pod.waiting_reason}: {pod.waiting_message}"
+    if before := pod.waiting_container:
+        # A webhook has put it there, so nothing in the spec is to be corrected.
+        words = f"{where}: {before}, which this cluster puts before the trainer: "
+        words += ": ".join(filter(None, (pod.waiting_reason, pod.waiting_message)))
     if pod.waiting_reason in _IMAGE:
-        advice = next(
-            (words for pattern, words in _PULL_ADVICE if re.search(pattern, pod.waiting_message, re.IGNORECASE)),
-            "check spec.compute.image and spec.compute.imagePullSecrets",
-        )
-        where = f" on node {pod.node}" if pod.node else ""
-        return Problem(
-            "ImagePull", f"pod {pod.name}{where}: {pod.waiting_reason}: {pod.waiting_message}; {advice}", True
-        )
+        advice = "ask whoever puts it there"
+        if not before:
+            advice = next(
+                (change for pattern, change in _PULL_ADVICE if re.search(pattern, pod.waiting_message, re.IGNORECASE)),
+                "check spec.compute.image and spec.compute.imagePullSecrets",
+            )
+        return Problem("ImagePull", f"{words}; {advice}", True)
     if pod.waiting_reason in _CREATION:
         return Problem(
             "PodContainer",
-            f"pod {pod.name} on node {pod.node}: {pod.waiting_reason}: {pod.waiting_message}; its node tries again. If "
-            "that stays so delete the pod, which costs no restart, and have the node's container runtime looked at",
+            f"{words}; its node tries again. If that stays so delete the pod, which costs no restart, and have the "
+            "node's container runtime looked at",
             True,
         )
     if pod.waiting_reason == _CONFIG:
-        return Problem(
-            "PodConfig",
-            f"pod {pod.name}: {pod.waiting_reason}: {pod.waiting_message}; create what is missing in this namespace, "
-            "or correct the name in the spec",
-            True,
-        )
+        correct = "ask whoever puts it there" if before else "correct the name in the spec"
+        return Problem("PodConfig", f"{words}; create what is missing in this namespace, or {correct}", True)
+    if before and pod.waiting_reason == CRASHES:
+        return Problem("InitContainer", f"{words}; see its log, or ask whoever puts it there", True)
     for warning in observed.warnings:
         # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
         behind = _KUBELET_BEHIND.search(warning.message)

@@ -42,6 +42,10 @@ _CONDITIONS = frozenset(
     {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget", "Suspended"}
 )
 """Those of Jobs and pods that decide anything."""
+_INITIALISING = "PodInitializing"
+"""The kubelet's word for a container that waits for those before it."""
+CRASHES = "CrashLoopBackOff"
+"""Its word for one that ends again and again: of ours none is started again, what runs beside it may be."""
 _LONGEST_TERMINATION_MESSAGE = 4096
 """As the kubelet cuts it."""
 
@@ -103,6 +107,8 @@ class Pod:
     waiting_reason: str = ""
     """Why the container does not run yet, for example ImagePullBackOff."""
     waiting_message: str = ""
+    waiting_container: str = ""
+    """The container of which these tell, where it is one that a webhook has put before ours."""
     started: datetime | None = None
     """Since when the container runs."""
     has_answered: bool = False
@@ -126,6 +132,10 @@ class Pod:
         trainer = next((one for one in containers if one.get("name") == TRAINER_CONTAINER), {})
         state = part(trainer, "state")
         waiting, ended = part(state, "waiting"), part(state, "terminated")
+        waiting_reason, waiting_message = text(waiting.get("reason")), text(waiting.get("message"))
+        waiting_container = ""
+        if waiting_reason == _INITIALISING and (before := _initialising(status)):
+            waiting_container, waiting_reason, waiting_message = before
         deletion = deletion_time(metadata)
         grace = integer(metadata.get("deletionGracePeriodSeconds")) or 0
         conditions = conditions_of(manifest, _CONDITIONS)
@@ -150,8 +160,9 @@ class Pod:
             deletion_began=shifted(deletion, -grace) if deletion else None,
             ready="Ready" in conditions and conditions["Ready"].status,
             conditions=conditions,
-            waiting_reason=text(waiting.get("reason")),
-            waiting_message=text(waiting.get("message")),
+            waiting_reason=waiting_reason,
+            waiting_message=waiting_message,
+            waiting_container=waiting_container,
             started=parse_time(part(state, "running").get("startedAt")),
             has_answered=trainer.get("started") is True,
             answers=trainer.get("ready") is True,
@@ -201,6 +212,26 @@ class Pod:
         ran = self.started is not None and not self.finished and containers is not None and containers.status
         gated = ready is not None and ready.reason == "ReadinessGatesNotReady"
         return ready if ran and ready is not None and not ready.status and not gated else None
+
+
+def _initialising(status: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """What the trainer waits for: the name of a container that is to begin or to end before it, a reason, a message.
+
+    Of those that run the last one: what runs before it is a sidecar that has begun.
+    """
+    found = None
+    for container in entries(status.get("initContainerStatuses")):
+        name, state = text(container.get("name")), part(container, "state")
+        waiting = part(state, "waiting")
+        reason = text(waiting.get("reason"))
+        if reason not in ("", _INITIALISING):
+            return name, reason, text(waiting.get("message"))
+        if "running" in state:
+            restarts = integer(container.get("restartCount")) or 0
+            if restarts and container.get("started") is not True:
+                return name, CRASHES, f"it was started again {restarts} time(s), and is not up"
+            found = name, _INITIALISING, f"(init container {name} runs)"
+    return found
 
 
 def _init_failure(status: Mapping[str, Any]) -> str:

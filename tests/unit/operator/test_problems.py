@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from sft_api.v1alpha1 import SFTJobStatus
+from sft_operator.cluster.json_text import read_event, written
 from sft_operator.decisions.problems import find_problem, wants_events
-from sft_operator.picture.observed import Observed, Refusal, Warning
-from tests.unit.operator.make import NOW, at, make_child, make_pod, running
+from sft_operator.decisions.status import follow
+from sft_operator.picture.observed import Observed, Pod, Refusal, Warning
+from tests.unit.operator.make import NOW, at, make_child, make_pod, make_terms, pod_manifest, running
 
 QUOTA = 'Error creating: pods "tulu-0-x" is forbidden: exceeded quota: gpus, requested: nvidia.com/gpu=8'
 
@@ -177,6 +180,74 @@ def test_a_pod_that_is_held_back_before_it_is_scheduled_waits_for_no_node() -> N
     assert (trouble.reason, trouble.stalled) == ("SchedulingGated", False)
     assert words in trouble.message
     assert "when a node fits" not in trouble.message
+
+
+def initialising(*containers: tuple[str, dict[str, Any]], **fields: Any) -> Pod:
+    """A pod whose trainer waits for ``containers``, as a watch tells it."""
+    manifest = pod_manifest(phase="Pending", waiting=("PodInitializing", ""), **fields)
+    manifest["status"]["initContainerStatuses"] = [{"name": name, **status} for name, status in containers]
+    return Pod.from_manifest(read_event("Pod", written({"type": "MODIFIED", "object": manifest}))["object"])
+
+
+def held_up(reason: str, message: str = "") -> dict[str, Any]:
+    return {"state": {"waiting": {"reason": reason, "message": message}}}
+
+
+UP: dict[str, Any] = {"state": {"running": {}}, "started": True, "restartCount": 0}
+SETTLED: dict[str, Any] = {"state": {"terminated": {"exitCode": 0}}}
+
+
+@pytest.mark.parametrize(
+    ("containers", "reason", "words"),
+    [
+        ([("istio-init", held_up("ImagePullBackOff", "no such tag"))], "ImagePull", "ImagePullBackOff: no such tag"),
+        (
+            [("setup", SETTLED), ("vault", held_up("CreateContainerConfigError", 'secret "ca" not found'))],
+            "PodConfig",
+            'secret "ca" not found',
+        ),
+        ([("proxy", held_up("CrashLoopBackOff", "back-off 5m0s")), ("vault", held_up("PodInitializing"))], "", ""),
+        ([("proxy", {**UP, "started": False, "restartCount": 4})], "", "started again 4 time(s)"),
+    ],
+    ids=["image", "config", "crashes", "crashes-and-runs"],
+)
+def test_what_a_webhook_puts_before_the_trainer_and_does_not_begin_is_told(
+    containers: list[tuple[str, dict[str, Any]]], reason: str, words: str
+) -> None:
+    """The trainer's own container says no more than that it waits."""
+    pod = initialising(*containers)
+
+    trouble = find_problem(running(pods=(pod, make_pod(1))), pods_wanted=2)
+
+    assert trouble
+    assert (trouble.reason, trouble.stalled) == (reason or "InitContainer", True)
+    assert words in trouble.message
+    assert "which this cluster puts before the trainer" in trouble.message
+    assert "spec.compute" not in trouble.message
+
+
+@pytest.mark.parametrize(
+    ("containers", "words"),
+    [
+        ([("proxy", UP), ("vault-agent-init", UP)], "PodInitializing (init container vault-agent-init runs)"),
+        (
+            [("proxy", {**UP, "restartCount": 2}), ("setup", held_up("PodInitializing"))],
+            "PodInitializing (init container proxy runs)",
+        ),
+        ([("setup", SETTLED)], "PodInitializing"),
+    ],
+    ids=["runs", "is-up-again", "has-ended"],
+)
+def test_what_runs_before_the_trainer_is_no_trouble_and_is_named(
+    containers: list[tuple[str, dict[str, Any]]], words: str
+) -> None:
+    pod = initialising(*containers)
+    observed = running(pods=(pod, make_pod(1)))
+
+    assert find_problem(observed, pods_wanted=2) is None
+    told = follow(make_terms(), SFTJobStatus(), observed, NOW).message
+    assert told is not None
+    assert told.endswith(f"{pod.name}: {words}")
 
 
 def test_healthy_pods_are_in_no_trouble() -> None:
