@@ -392,8 +392,13 @@ def why_job_failed(terms: Terms, child: ChildJob, pods: Iterable[Pod]) -> tuple[
     condition = child.failed
     assert condition is not None  # noqa: S101 -- the caller looked
     if condition.reason == _TOO_LONG:
-        limit = terms.active_deadline_seconds
-        return "DeadlineExceeded", f"the run was active for longer than spec.runPolicy.activeDeadlineSeconds ({limit})"
+        limit, field = terms.active_deadline_seconds, "spec.runPolicy.activeDeadlineSeconds"
+        if child.active_deadline_seconds not in (None, limit):
+            # A policy that limits all Jobs, also those that are changed: it was taken away again and again.
+            words = f"the run was active for longer than the activeDeadlineSeconds ({child.active_deadline_seconds})"
+            asked = f"{field} asks for {'none' if limit is None else limit}"
+            return _TOO_LONG, f"{words} that something in this cluster has set on its Job; {asked}"
+        return _TOO_LONG, f"the run was active for longer than {field} ({limit})"
     ends = _fatal_ends(pods)
     if not ends:
         return condition.reason or "JobFailed", condition.message or "the Job failed"

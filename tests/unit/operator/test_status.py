@@ -369,6 +369,27 @@ def test_a_run_that_is_complete_has_not_failed_because_its_time_was_over_before_
     assert (status.state, status.progress and status.progress.step) == ("Complete", 60)
 
 
+@pytest.mark.parametrize(
+    ("limit", "of_job", "words"),
+    [
+        (60, 60, "spec.runPolicy.activeDeadlineSeconds (60)"),
+        (60, None, "spec.runPolicy.activeDeadlineSeconds (60)"),
+        (None, 3600, "activeDeadlineSeconds (3600) that something in this cluster has set on its Job; spec.runPolicy."),
+        (7200, 3600, "activeDeadlineSeconds asks for 7200"),
+    ],
+    ids=["the-users", "before-it-was-seen", "a-policys", "a-policys-lower-one"],
+)
+def test_whose_limit_has_ended_a_run_is_told(limit: int | None, of_job: int | None, words: str) -> None:
+    """What a policy sets on all Jobs, also on those that are changed, stands in no spec."""
+    child = replace(make_child(conditions={"Failed": ("DeadlineExceeded", "")}), active_deadline_seconds=of_job)
+
+    status = status_of(running(job=child), TRAINED, runPolicy={"activeDeadlineSeconds": limit} if limit else {})
+
+    assert status.state == "Failed"
+    assert words in str(status.message)
+    assert "None" not in str(status.message)
+
+
 @pytest.mark.parametrize("indexes", ["0", "0,2-5", "7,0-0"])
 def test_the_last_words_of_a_pod_that_its_job_calls_complete_are_waited_for(indexes: str) -> None:
     """Jobs and pods are watched apart, and which of the two comes first is chance."""
