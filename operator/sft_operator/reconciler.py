@@ -10,14 +10,24 @@ from typing import Any
 
 import aiohttp
 
+from sft_api.deletion import DELETES
 from sft_api.v1alpha1 import KIND
 
 from .cluster.asking import Asking
-from .cluster.children import ChildError, Children, ConfigLostError, NameTakenError, RefusedError, refusal_of
+from .cluster.children import (
+    ChildError,
+    Children,
+    ConfigLostError,
+    NameTakenError,
+    RefusedError,
+    refusal_of,
+    refused_by,
+)
 from .cluster.client import ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import (
     children_made,
+    finalizers_set,
     giving_up_refused,
     healed,
     job_changed,
@@ -211,13 +221,16 @@ class Reconciler:
             if error.code == 404:
                 self._picture.remove(KIND, manifest)
                 return
-            if error.code != 409:
+            if error.code != 409 or error.denied:
+                # Nothing is made for the job before it has them, so that is said of it, as of a child.
+                self._refused(key, refused_by(f"finalizers of the SFTJob ({DELETES})", error))
                 raise
             self._picture.store(KIND, await self._cluster.get(KIND, key.namespace, key.name))
             return
         if action.news:
             await self._tell(key, manifest, action.news)
         self._picture.store(KIND, answer)
+        self._remember(key, finalizers_set)
 
     async def _create(self, key: Key, action: CreateChildren) -> bool:
         """Whether the Job is there now."""

@@ -73,6 +73,11 @@ class RefusedError(Exception):
         self.error = error
 
 
+def refused_by(kind: str, error: ApiError) -> RefusedError:
+    """What ``error`` says of a ``kind`` of object."""
+    return RefusedError(kind, _with_plain_code(error))
+
+
 ChildError = NameTakenError | ConfigLostError | RefusedError
 
 
@@ -305,7 +310,7 @@ def _told(kind: str) -> Iterator[None]:
     except ApiError as error:
         if error.reason == "AlreadyExists":
             raise
-        raise RefusedError(kind, _with_plain_code(error)) from error
+        raise refused_by(kind, error) from error
     except TimeoutError as error:
         hangs = ApiError(504, "Timeout", "no answer in time; a webhook of the cluster may hang")
         raise RefusedError(kind, hangs) from error

@@ -47,6 +47,11 @@ def job_changed(memory: Memory) -> Memory:
     return changed(memory, refusal=None, refusals=0)
 
 
+def finalizers_set(memory: Memory) -> Memory:
+    """The SFTJob has the finalizers that it asks for: what waited for them, and for nothing else, may go on."""
+    return changed(memory, refusal=None, refusals=0, next_creation=0.0)
+
+
 def healed(memory: Memory, refusal: Refusal | None, *, clock: float, pause_asked: float = 0.0) -> Memory:
     """The children are as they have to be, or that was refused; ``pause_asked`` are seconds of the API server."""
     healing = memory.healing

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import aiohttp
 import pytest
 
 from sft_operator.cluster.client import ApiError
+from sft_operator.config import StoreSettings
 from sft_operator.names import QUEUE_LABEL
-from tests.unit.operator.make import job_manifest, stamp
-from tests.unit.operator.test_reconciler import KEY, World
+from sft_operator.workqueue import RetryLater
+from tests.unit.operator.make import Object, job_manifest, stamp
+from tests.unit.operator.test_reconciler import KEY, SETTINGS, World
 
 DENIES = 'admission webhook "vjob.kb.io" denied the request'
 AWAY = {
@@ -264,3 +267,44 @@ def test_what_keeps_new_pods_from_being_told_is_not_said_of_the_run(refused: boo
     del world.api.objects["Service", "tulu"]
     pass_time(world, 60)
     assert ("Service", "tulu") in world.api.objects
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ApiError(400, "", f"{DENIES}: only people change these"), "Refused"),
+        (ApiError(409, "", f"{DENIES}: only people change these"), "Refused"),
+        (ApiError(422, "Invalid", "spec.compute cannot be changed"), "Refused"),
+        (ApiError(500, "InternalError", 'failed calling webhook "vjob.kb.io": connection refused'), ""),
+    ],
+    ids=["denied", "denied-as-a-conflict", "changed-by-a-webhook", "webhook-away"],
+)
+def test_what_keeps_the_finalizer_off_a_job_is_told_for_nothing_is_made_before(
+    error: ApiError, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy may let nobody but people change SFTJobs, or a webhook change in each of them what cannot be changed."""
+    removes = SETTINGS.model_copy(update={"store": StoreSettings(uri="s3://bucket/runs", verify=True, remove=True)})
+    world = World(removes)
+    world.api.keep("SFTJob", job_manifest(deletionPolicy="Delete", checkpoint={}))
+    patch = world.api.patch
+
+    async def status_alone(kind: str, namespace: str, name: str, body: Object, **how: Any) -> Object:
+        if kind == "SFTJob" and not how.get("subresource"):
+            raise error
+        return await patch(kind, namespace, name, body, **how)
+
+    monkeypatch.setattr(world.api, "patch", status_alone)
+    for _ in range(10):
+        with pytest.raises(RetryLater):  # it tries that again
+            world.look()
+        world.clock += 4.0
+
+    assert f"the finalizers of the SFTJob (spec.deletionPolicy is Delete): {error.message}" in world.status["message"]
+    stalled = world.condition("Stalled")
+    assert (stalled["reason"] if stalled["status"] == "True" else "") == reason
+    assert world.api.done("create", "Job") == 0
+
+    monkeypatch.undo()
+    world.look(2)
+    assert world.api.done("create", "Job") == 1
+    assert world.condition("Stalled")["status"] == "False"
