@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from ..names import TRAINER_CONTAINER
 from ..picture.observed import CRASHES, ChildJob, Observed, Pod, Refusal, Warning
 from .gangs import OVER_QUOTA, unplaced_pods
 
@@ -27,8 +28,12 @@ _PLACEMENT_ADVICE = (
     (r"node affinity/selector", "correct spec.compute.nodeSelector"),
     (r"untolerated taint", "name the taint in spec.compute.tolerations"),
 )
-_LIMITED = r"(maximum|minimum) \S+ usage per|must be less than or equal to \S+ limit"
+_LIMITED = r"(maximum|minimum) \S+ usage per|max limit to request ratio per|must be less than or equal to \S+ limit"
 """Of a LimitRange: what it forbids, and a limit of its own that is lower than what is asked for."""
+_COUNTS_ENDED_PODS = "requested: count/pods="
+"""Of a quota on objects, whether they have ended or not: the failed pods of a Job stay until that goes."""
+_LACKS_VALUES = re.compile(r" for: ([^;]+)")
+"""Containers of which a quota wants a value that they do not have."""
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
 _ELSEWHERE = "Multi-Attach error"
 """Of a volume that one node alone may have, while another one has it."""
@@ -199,6 +204,9 @@ def refusal_problem(refusal: Refusal) -> Problem:
 
 
 def _forbidden(message: str) -> Problem:
+    if OVER_QUOTA in message and _COUNTS_ENDED_PODS in message:
+        advice = "it counts pods that have ended, too: delete those of this job, or have it on pods, not on count/pods"
+        return Problem("QuotaExceeded", f"{message}; {advice}", False)
     if OVER_QUOTA in message:
         return Problem(
             "QuotaExceeded",
@@ -208,7 +216,11 @@ def _forbidden(message: str) -> Problem:
     if "status unknown for quota" in message:
         return Problem("QuotaExceeded", f"{message}; the quota is new and being counted, it goes on after that", False)
     if "failed quota" in message:
-        return Problem("QuotaExceeded", f"{message}; give these values in spec.compute.resources", True)
+        named = {name.strip() for names in _LACKS_VALUES.findall(message) for name in names.split(",")}
+        advice = "give these values in spec.compute.resources"
+        if named and TRAINER_CONTAINER not in named:
+            advice = "whoever puts such containers beside the trainer has to give them these, or a LimitRange has"
+        return Problem("QuotaExceeded", f"{message}; {advice}", True)
     if "violates PodSecurity" in message:
         return Problem("PodSecurity", f"{message}; the namespace's pod security level must allow it", True)
     if re.search(_LIMITED, message):

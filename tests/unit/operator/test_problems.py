@@ -290,6 +290,35 @@ def test_pods_that_cannot_be_created(message: str, reason: str, stalled: bool) -
 
 
 @pytest.mark.parametrize(
+    ("message", "advice"),
+    [
+        (
+            "failed quota: q: must specify requests.cpu for: istio-proxy; limits.cpu for: istio-proxy,agent",
+            "whoever puts",
+        ),
+        ("failed quota: q: must specify limits.cpu for: istio-proxy,trainer", "give these values in spec.compute"),
+        (
+            "exceeded quota: q, requested: count/pods=1, used: count/pods=4, limited: count/pods=4",
+            "delete those of this",
+        ),
+        ("exceeded quota: q, requested: pods=1, used: pods=4, limited: pods=4", "when others free their share"),
+        (
+            "cpu max limit to request ratio per Container is 2, but provided ratio is 4.000000",
+            "in spec.compute.resources",
+        ),
+        ("cpu max limit to request ratio per Pod is 2, but no limit is specified", "in spec.compute.resources"),
+    ],
+)
+def test_what_is_advised_can_help(message: str, advice: str) -> None:
+    warning = Warning("Job/tulu", "FailedCreate", f'Error creating: pods "tulu-0-x" is forbidden: {message}', at(-1))
+
+    trouble = find_problem(running(pods=(), warnings=(warning,)), pods_wanted=2)
+
+    assert trouble
+    assert advice in trouble.message.removeprefix(warning.message)
+
+
+@pytest.mark.parametrize(
     "message",
     [
         'Error creating: Post "https://127.0.0.1:6443/api": dial tcp 127.0.0.1:6443: connect: connection refused',
