@@ -345,7 +345,19 @@ def _is_watched(job: Manifest) -> bool:
 
 
 def _says(found: object, wanted: object) -> bool:
-    """Whether ``found`` is ``wanted``, defaults aside that the API server added at the top of the spec."""
+    """Whether the spec ``found`` is ``wanted``, aside from what was added at its top, by the API server, or to the
+    ports of a Service, by a webhook: an ``appProtocol`` for a mesh, say, which it would add again each time."""
     if isinstance(found, dict) and isinstance(wanted, dict):
-        return all(found.get(name) == value for name, value in wanted.items())
+        return all(
+            _has(found.get(name), value) if name == "ports" else found.get(name) == value
+            for name, value in wanted.items()
+        )
     return found == wanted
+
+
+def _has(found: object, wanted: object) -> bool:
+    """Whether the list ``found`` has one object for each of ``wanted``, with all fields of it."""
+    if not isinstance(found, list) or not isinstance(wanted, list) or len(found) != len(wanted):
+        return False
+    pairs = zip(found, wanted, strict=True)
+    return all(isinstance(port, dict) and port.items() >= given.items() for port, given in pairs)

@@ -131,6 +131,26 @@ def test_a_child_that_is_anothers_keeps_nobody_from_making_the_others_again() ->
     assert "a Service tulu exists that does not belong to this SFTJob" in world.status["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "again"),
+    [({"appProtocol": "http"}, 0), ({"port": 80}, 1), ({"targetPort": None}, 1)],
+    ids=["added", "another-port", "taken-away"],
+)
+def test_what_a_webhook_adds_to_the_port_of_a_service_stays(change: Object, again: int) -> None:
+    """It would add that to the next one as well: names of pods that begin were away every half minute."""
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    world.look()
+    service = world.api.objects["Service", "tulu"]
+    [port] = service["spec"]["ports"]
+    world.api.keep("Service", {**service, "spec": {**service["spec"], "ports": [{**port, **change}]}})
+
+    world.clock += 60.0
+    world.look()
+
+    assert world.api.done("delete", "Service") == again
+
+
 @transient
 def test_what_passes_at_once_is_not_told(error: Exception) -> None:
     # Given an API server that cannot take a Job in this moment
