@@ -15,6 +15,7 @@ from sft_api.v1alpha1 import KIND
 
 from .cluster.asking import Asking
 from .cluster.children import (
+    FINAL_REFUSALS,
     ChildError,
     Children,
     ConfigLostError,
@@ -207,7 +208,14 @@ class Reconciler:
             if owner_uid(job, KIND) is None:
                 return
             version = job["metadata"]["resourceVersion"]
-        await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid, version=version)
+        try:
+            await self._cluster.delete(action.kind, key.namespace, action.name, uid=action.uid, version=version)
+        except ApiError as error:
+            if action.kind == "Job" and (error.denied or error.code in FINAL_REFUSALS):
+                # A policy may keep Jobs. Its pods are to end all the same: nobody follows them any more.
+                stopped = {"metadata": {"uid": action.uid}, "spec": {"suspend": True}}
+                await self._cluster.patch("Job", key.namespace, action.name, stopped)
+            raise
 
     async def _set_finalizers(self, key: Key, action: SetFinalizers) -> None:
         manifest = self._picture.manifest(key)

@@ -414,7 +414,8 @@ def test_what_cannot_be_done_keeps_nothing_else_from_being_done_and_said(error: 
     with pytest.raises(RetryLater):  # it tries that again
         world.look()
 
-    # Then the rest was done, and said
+    # Then the rest was done, and said; and its pods end where that is for good
+    assert world.api.objects["Job", "tulu"]["spec"]["suspend"] is isinstance(error, ApiError)
     assert world.api.done("delete", "SFTJob") == past_its_time
     assert world.api.done("patch", "SFTJob") == 1
 
