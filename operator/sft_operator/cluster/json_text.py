@@ -83,6 +83,7 @@ class _JobSpec(TypedDict, total=False):
 class _JobStatus(TypedDict, total=False):
     startTime: Any
     completionTime: Any
+    active: Any
     succeeded: Any
     completedIndexes: Any
     conditions: Any

@@ -12,6 +12,7 @@ from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 
+from ..names import MANAGED_BY_LABEL, MANAGER
 from ..picture.observed import ChildJob, Observed, Pod, Terminated
 from .backoff import waits
 from .failures import cause, with_advice
@@ -368,6 +369,10 @@ def _has_just_begun(observed: Observed, now: datetime) -> bool:
 def _missing(observed: Observed, restarts: RestartsStatus, live: int, wanted: int, now: datetime) -> str:
     ending = len(observed.active_pods) - live
     message = waits(observed, restarts, now) or f"{live} of {wanted} pods exist"
+    if observed.job and observed.job.has_active and not observed.pods:
+        # What is not labelled so is not watched.
+        label = f"their label {MANAGED_BY_LABEL}, which has to be {MANAGER}"
+        return f"none of the pods that the Job counts is seen: does something in this cluster change {label}?"
     return f"{message}; {ending} still end(s), and a replacement waits for that" if ending else message
 
 

@@ -284,6 +284,8 @@ class ChildJob:
     started: datetime | None = None
     """Of its latest start: resuming sets it anew."""
     completed: datetime | None = None
+    has_active: bool = False
+    """Whether it counts pods that have not ended."""
     succeeded: int = 0
     """How many indexes are complete, also those whose pods are gone."""
     completed_indexes: tuple[range, ...] = ()
@@ -316,6 +318,7 @@ class ChildJob:
             created=parse_time(metadata.get("creationTimestamp")),
             started=parse_time(status.get("startTime")),
             completed=parse_time(status.get("completionTime")),
+            has_active=bool(integer(status.get("active"))),
             succeeded=integer(status.get("succeeded")) or 0,
             completed_indexes=_ranges(text(status.get("completedIndexes"))),
             deleting=deletion_time(metadata) is not None,

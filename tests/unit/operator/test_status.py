@@ -11,15 +11,17 @@ from sft_api.failures import FailureClass
 from sft_api.progress import Phase, StorageOutage
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import RepeatedFailure
+from sft_operator.cluster.json_text import read_event, written
 from sft_operator.config import Settings
 from sft_operator.decisions.changes import plan_changes
 from sft_operator.decisions.news import news
 from sft_operator.decisions.situation import seconds_to_complete
 from sft_operator.decisions.status import compute_status, follow, is_transition, merge_patch, read_status, write_status
-from sft_operator.picture.observed import Observed, Refusal, Unanswered
+from sft_operator.picture.observed import ChildJob, Observed, Refusal, Unanswered
 from tests.unit.operator.make import (
     NOW,
     at,
+    child_manifest,
     disruption,
     incident,
     make_child,
@@ -388,6 +390,21 @@ def test_whose_limit_has_ended_a_run_is_told(limit: int | None, of_job: int | No
     assert status.state == "Failed"
     assert words in str(status.message)
     assert "None" not in str(status.message)
+
+
+def test_pods_that_their_job_counts_and_nobody_sees_are_told() -> None:
+    """They are watched by a label, which a policy may change on all pods."""
+    manifest = child_manifest()
+    manifest["status"]["active"] = 2
+    told = read_event("Job", written({"type": "MODIFIED", "object": manifest}))
+    child = ChildJob.from_manifest(told["object"])
+
+    unseen = status_of(running(job=child, pods=()), None)
+    seen = status_of(running(job=child, pods=(make_pod(0),)), None)
+
+    assert "does something in this cluster change their label app.kubernetes.io/managed-by" in str(unseen.message)
+    assert "label" not in str(seen.message)
+    assert "label" not in str(status_of(running(job=make_child(), pods=()), None).message)
 
 
 @pytest.mark.parametrize("indexes", ["0", "0,2-5", "7,0-0"])
