@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -162,13 +163,19 @@ def start_operator(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [python, "-m", "sft_operator", "--config", str(folder / "config.yaml")],
-            env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", **(environment or {})},
+            env={"KUBECONFIG": str(kubeconfig), "PATH": "/usr/bin:/bin", **_sources(python), **(environment or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
     operator = OperatorProcess(process, f"http://127.0.0.1:{port}", log)
     _wait_ready(operator, patience_seconds)
     return operator
+
+
+def _sources(python: str) -> dict[str, str]:
+    """Where our own interpreter finds the operator: that of the tree that is tested, which need not be installed."""
+    given = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
+    return {"PYTHONPATH": given} if given else {}
 
 
 def _wait_ready(operator: OperatorProcess, seconds: float) -> None:
