@@ -370,7 +370,7 @@ WRONG = [
     ([QUESTION, {**ANSWER, "train": "no"}], "message 2: train must be true or false, not 'no'"),
     ([QUESTION, {**ANSWER, "weight": 0.5}], "message 2: weight must be 0 or 1, not 0.5"),
     ([QUESTION, {**ANSWER, "weight": 1, "train": False}], "train is False but weight says True"),
-    ([{**QUESTION, "train": True}, ANSWER], "only assistant messages can be trained"),
+    ([{**QUESTION, "train": True}, ANSWER], "only assistant messages can be trained by what they say of themselves"),
     (
         [{**QUESTION, "content": [{"type": "text", "text": "Hi", "train": True}]}, ANSWER],
         "only assistant messages can be",
@@ -430,7 +430,7 @@ def test_parts_that_agree_say_whether_their_message_is_trained(
         {**QUESTION, "content": [{"type": "text", "text": "Hi", "train": False}]},
         {**ANSWER, **said, "content": content},
     )
-    assert given.flags == [None, flag]
+    assert given.flags == [False, flag]
     assert given.messages[1] == {"role": "assistant", "content": "Yo" * len(parts)}
 
 

@@ -363,6 +363,17 @@ def test_a_message_that_is_not_to_be_trained_is_refused_where_all_tokens_are() -
         mark(template_of("chatml"), turns(user("Hi"), assistant("Yo", train=False), user("?"), assistant("Ah")), EVERY)
 
 
+@pytest.mark.parametrize("said", [{"train": False}, {"weight": 0}, {"content": [{"text": "Hi", "train": False}]}])
+def test_so_is_what_a_user_says_and_is_not_to_be_trained(said: dict[str, Any]) -> None:
+    given = turns({**user("Hi"), **said}, assistant("Yo"))
+    with pytest.raises(TemplateRefusal, match=r"^message 1 says that it is not trained "):
+        mark(template_of("chatml"), given, EVERY)
+    for train_on in (LAST, ALL):
+        marked = mark(template_of("chatml"), given, train_on)
+        assert marked is not None
+        assert [marked.text[slice(*span)] for span in marked.spans] == ["Yo<|im_end|>"]
+
+
 def test_conversation_without_trained_turn_gives_nothing() -> None:
     template = template_of("chatml")
     assert mark(template, turns(user("Hi")), ALL) is None

@@ -249,8 +249,12 @@ def _read_flag(turn: Mapping[str, Any], role: str, where: str) -> bool | None:
     if role != "assistant":
         # A weight of 1 on every turn is a common way of writing "nothing special".
         if any(said.get("train") for said in (turn, *parts)):
-            raise DataError(f"{where}: train is true on role {role!r}; only assistant messages can be trained")
-        return None
+            raise DataError(
+                f"{where}: train is true on role {role!r}; only assistant messages can be trained by what they say of "
+                "themselves: remove it, and set data.trainOn: allTokens if all of a conversation is to be trained"
+            )
+        # That it is not trained is so anyhow, but where all tokens are.
+        return False if False in (flag, *flags) else None
     if all(part is None for part in flags):
         return flag
     said = {flag if part is None else part for part in flags}
