@@ -107,6 +107,7 @@ _INSTEAD = {
     "training.globalBatchTokens": "training.globalBatchSize",
     "training.epochs": "training.steps",
     "training.schedule.warmupRatio": "training.schedule.warmupSteps",
+    "training.schedule.decayRatio": "training.schedule.decaySteps",
 }
 """What says nothing, whatever it is by default, where the other field is given."""
 _MODEL, _SOURCES = "model.uri", "data.train"

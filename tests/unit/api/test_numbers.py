@@ -303,6 +303,11 @@ def packed(length: int, **training: Any) -> Numbers:
             packed(256, schedule={"warmupSteps": 5}),
             ["training.schedule.warmupRatio: 0.1 -> not set", "training.schedule.warmupSteps: not set -> 5"],
         ),
+        (
+            packed(256, schedule={"type": "warmupStableDecay", "decayRatio": 0.2}),
+            packed(256, schedule={"type": "warmupStableDecay", "decaySteps": 5}),
+            ["training.schedule.decayRatio: 0.2 -> not set", "training.schedule.decaySteps: not set -> 5"],
+        ),
     ],
 )
 def test_no_default_is_named_where_another_field_stands_for_it(before: Numbers, now: Numbers, named: list[str]) -> None:
