@@ -37,6 +37,10 @@ _LACKS_VALUES = re.compile(r" for: ([^;]+)")
 _VOLUME = frozenset({"FailedMount", "FailedAttachVolume"})
 _ELSEWHERE = "Multi-Attach error"
 """Of a volume that one node alone may have, while another one has it."""
+_USED_BY = re.compile(
+    r"already used by (?:pod\(s\) (?P<names>\S+(?:, \S+)*))?(?P<elsewhere>.*in different namespaces)?"
+)
+"""Of that: the pods that have it there, where there still are any."""
 _SANDBOX = "FailedCreatePodSandBox"
 """Of the pod itself: its network, or what is to run its containers."""
 _NO_RUNTIME = re.compile(r"no runtime for|failed to find runtime handler", re.IGNORECASE)
@@ -148,13 +152,7 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
         # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
         behind = _KUBELET_BEHIND.search(warning.message)
         if warning.subject == f"Pod/{pod.name}" and _ELSEWHERE in warning.message:
-            alone = observed.job is not None and observed.job.nodes == 1
-            words = (
-                "the node before gives it up, or it is taken from that in some six minutes"
-                if alone
-                else "a claim of a job with several pods has to be ReadWriteMany, or ReadOnlyMany where it is only read"
-            )
-            return Problem(warning.reason, f"pod {pod.name}: {warning.message}; {words}", not alone)
+            return _volume_elsewhere(pod, warning, observed.job)
         if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
             return Problem(warning.reason, f"pod {pod.name}: {warning.message}", True)
         # What has an address is past that, whatever was said of it before.
@@ -164,6 +162,31 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
             words = advice if lacks else "its node tries again; if that stays so, see its network and its runtime"
             return Problem("PodSandbox", f"pod {pod.name} on node {pod.node}: {warning.message}; {words}", lacks)
     return None
+
+
+def _volume_elsewhere(pod: Pod, warning: Warning, job: ChildJob | None) -> Problem:
+    """A volume that another node has. From a pod that is gone it comes by itself, and from no other."""
+    alone = job is not None and job.nodes == 1
+    words = "a claim of a job with several pods has to be ReadWriteMany, or ReadOnlyMany where it is only read"
+    if alone:
+        words = "the node before gives it up, or it is taken from that in some six minutes"
+    if job and _is_used_by_others(warning.message, job.name):
+        alone = False
+        words = (
+            "a pod that is none of this job has it there: end that, or give the job another claim, or one that is "
+            "ReadWriteMany"
+        )
+    return Problem(warning.reason, f"pod {pod.name}: {warning.message}; {words}", not alone)
+
+
+def _is_used_by_others(message: str, job: str) -> bool:
+    """Whether a pod that is none of the Job ``job`` keeps the volume where it is."""
+    found = _USED_BY.search(message)
+    if found is None:
+        return False
+    own = re.compile(rf"{re.escape(job)}-\d+-\w+")
+    names = found["names"].split(", ") if found["names"] else []
+    return found["elsewhere"] is not None or not all(own.fullmatch(name) for name in names)
 
 
 def _unscheduled(pod: Pod, message: str) -> Problem:

@@ -169,6 +169,31 @@ def test_a_volume_that_another_node_has_comes_by_itself_to_a_pod_that_is_alone(
     assert words in trouble.message
 
 
+@pytest.mark.parametrize(
+    ("users", "others"),
+    [
+        ("pod(s) tulu-0-b7x2k", False),
+        ("pod(s) notebook-0", True),
+        ("pod(s) tulu-2-0-b7x2k", True),
+        ("pod(s) tulu-0-b7x2k, notebook-0", True),
+        ("1 pod(s) in different namespaces", True),
+        ("pod(s) tulu-0-b7x2k and 1 pod(s) in different namespaces", True),
+    ],
+)
+def test_a_volume_that_another_pod_keeps_does_not_come_by_itself(users: str, others: bool) -> None:
+    """As the controller writes it that attaches volumes, which takes none from a pod that lives."""
+    pod = waiting(0, "ContainerCreating", "")
+    said = f'Multi-Attach error for volume "pvc-7a81d56f" Volume is already used by {users}'
+    warning = Warning(f"Pod/{pod.name}", "FailedAttachVolume", said, at(-1))
+
+    trouble = find_problem(running(job=make_child(pods=(1, 1)), pods=(pod,), warnings=(warning,)), pods_wanted=1)
+
+    assert trouble
+    assert trouble.stalled is others
+    assert ("some six minutes" in trouble.message) is not others
+    assert ("end that, or give the job another claim" in trouble.message) is others
+
+
 def test_a_pod_that_is_held_back_before_it_is_scheduled_waits_for_no_node() -> None:
     words = "Scheduling is blocked due to non-empty scheduling gates"
     gated = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}]
