@@ -138,6 +138,12 @@ def test_all_tokens_are_those_of_the_prompt_too(tmp_path: Path) -> None:
     assert mask == [0, *[1] * (len(ids) - 1)]
 
 
+def test_an_empty_completion_is_counted_where_its_prompt_is_trained_too(tmp_path: Path) -> None:
+    rows = [{"prompt": "How?", "completion": ""}, {"prompt": "How?", "completion": " So."}]
+    report = Rows(tmp_path / "rows", rows, chat_tokenizer("chatml"), trainOn="allTokens").tokenized().report
+    assert (report.empty_answers, report.trained_answers) == (1, 2)
+
+
 def test_a_token_across_the_border_is_trained_and_counted(tmp_path: Path) -> None:
     rows = Rows(
         tmp_path / "rows", [{"prompt": "It is so.", "completion": " The"}], chat_tokenizer("chatml", "crossing")

@@ -1,7 +1,7 @@
 """One row as tokens, with those marked that are trained: what training, looking ahead and showing have in common."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -84,9 +84,7 @@ def mark_row(place: str, row: Row, settings: Settings, codec: Codec) -> Marked |
         if isinstance(content, PlainText):
             codec.check_ending()
             content.text.encode()
-            if settings.train_on == "allTokens":
-                content = PlainText("", content.text)
-            return content if content.text else None
+            return replace(content, whole=settings.train_on == "allTokens") if content.text else None
         template = codec.template(content.tools).given(content.variables)
         if foreign := foreign_control_token(content, codec.control_tokens):
             raise DataError(f"{foreign}; remove or reword it, or the tokenizer takes it for the real one")
@@ -148,6 +146,7 @@ def _of_text(row: MarkedText | PlainText, encoding: "Encoding", codec: Codec) ->
     spans, shift = [*pairwise(ends)], ends[len(first)]
     offsets = [(start + shift, stop + shift) for start, stop in encoding.offsets]
     offsets = [*spans[: len(first)], *offsets, *spans[len(first) + 1 :]]
-    mask, straddling = token_mask(text, offsets, [(shift + len(row.prompt), len(text))])
+    begin = shift + (0 if row.whole else len(row.prompt))
+    mask, straddling = token_mask(text, offsets, [(begin, len(text))])
     ids = [*codec.numbers(first), *encoding.ids, *codec.numbers(last)]
     return Example(ids, mask, text, offsets, straddling, empty=not row.trained.strip())

@@ -92,8 +92,9 @@ class PlainText:
     """One row that the model reads as it stands, without a chat template."""
 
     prompt: str
-    """Read, and not trained."""
+    """Read, and not trained unless ``whole`` is."""
     trained: str
+    whole: bool = False
 
     @property
     def text(self) -> str:
