@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from sft_api.ports import free_port
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import SFTJob
+from tests.integration.checkpoint.ranks import CONTEXT
 
 
 def manifest(inputs: Path, store: Path, *, processes: int = 1, **sections: Any) -> dict[str, Any]:
@@ -35,7 +38,7 @@ def resolve(job: dict[str, Any]) -> TrainerConfig:
 
 def capture(config: TrainerConfig, folder: Path) -> list[dict[str, torch.Tensor]]:
     """Run ``config`` to its end; the gradients of every step."""
-    run_workers(config, folder, module="tests.parity.capture")
+    fork_workers(config, folder, module="tests.parity.capture")
     captured: list[dict[str, torch.Tensor]] = torch.load(folder / "gradients.pt")
     return captured
 
@@ -85,6 +88,40 @@ def run_workers(config: TrainerConfig, folder: Path, *, module: str) -> list[int
     if any(codes := [worker.returncode for worker in workers]):
         raise RuntimeError(f"workers ended with {codes}: " + (folder / "rank-0.log").read_text()[-3000:])
     return [usage.ru_maxrss * 1024 for _, _, usage in ends]
+
+
+def fork_workers(config: TrainerConfig, folder: Path, *, module: str) -> None:
+    """``run_workers`` of processes that have their imports from another one, as those that a supervisor starts."""
+    environment = worker_environment(config, folder)
+    workers = [
+        CONTEXT.Process(
+            target=_work,
+            args=(module, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder / f"rank-{rank}.log"),
+        )
+        for rank in range(config.plan.processes)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+    if any(codes := [worker.exitcode for worker in workers]):
+        raise RuntimeError(f"workers ended with {codes}: " + (folder / "rank-0.log").read_text()[-3000:])
+
+
+def _work(module: str, environment: Mapping[str, str], log: Path) -> None:
+    """In a forked process: be ``python -m module``."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [module]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def step_records(store: Path) -> dict[int, dict[str, Any]]:

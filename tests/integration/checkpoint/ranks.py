@@ -13,8 +13,9 @@ from typing import Any
 
 from tests.waiting import PATIENCE_SECONDS
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Whose processes have their imports from one that forks them."""
+CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",  # the first step of any optimizer imports it, which takes seconds
         "torch.distributed.fsdp",
@@ -67,9 +68,9 @@ def start(
     function: Callable[..., Any], *arguments: Any, rank: int = 0, size: int = 1, rendezvous: str | None = None
 ) -> tuple[BaseProcess, Connection]:
     """One process that calls ``function``; its answer comes through the connection, unless it is killed."""
-    ours, theirs = _CONTEXT.Pipe()
+    ours, theirs = CONTEXT.Pipe()
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    process = _CONTEXT.Process(
+    process = CONTEXT.Process(
         target=_child, args=(theirs, environment, rendezvous, rank, size, function, arguments), daemon=True
     )
     process.start()

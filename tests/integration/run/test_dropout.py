@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.runs import manifest, resolve, run_workers, step_records
+from tests.parity.runs import fork_workers, manifest, resolve, step_records
 
 STEPS = 6
 SAVED = 3
@@ -42,7 +42,7 @@ def losses(inputs: Path, work: Path, *, processes: int, store: Path | None = Non
         checkpoint={"uri": f"file://{store}", "everySteps": SAVED},
         export={"atEnd": False},
     )
-    run_workers(resolve(job), work, module="sft_trainer")
+    fork_workers(resolve(job), work, module="sft_trainer")
     return {step: record["loss"] for step, record in step_records(store).items()}
 
 
