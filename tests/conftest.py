@@ -17,15 +17,51 @@ _TOGETHER = ("tests/e2e/", "tests/integration/operator/")
 """Folders whose tests share a node, or a control plane and an operator: they run one after the other."""
 
 
+_MOSTLY_WAIT = (
+    "tests/integration/checkpoint/test_store_failures.py",
+    "tests/integration/operator/",
+    "tests/integration/run/test_outages.py",
+    "tests/integration/supervisor/",
+)
+"""What leaves most of a processor to others, and is patient where they take all of it."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n`` one process has all tests of a file, or of such a folder, for the sake of what they share."""
+    """With ``-n`` one process has all tests of a file, or of such a folder, for the sake of what they share.
+
+    Of three or more the last one has nothing but tests that mostly wait, while all others compute beside it.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class ByPlace(LoadFileScheduling):
+        _waits: Any = None
+
+        def schedule(self) -> None:
+            if self.collection is None and len(self.nodes) > 2:
+                self._waits = self.nodes[-1]
+            super().schedule()
+
         def _split_scope(self, nodeid: str) -> str:
             folders = (folder for folder in _TOGETHER if nodeid.startswith(folder))
             return next(folders, super()._split_scope(nodeid))
+
+        def _own(self, node: Any) -> str | None:
+            """The next of what is for this process rather than for the others."""
+            waits = node is self._waits
+            return next((scope for scope in self.workqueue if scope.startswith(_MOSTLY_WAIT) == waits), None)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            if (own := self._own(node)) is not None:
+                self.workqueue.move_to_end(own, last=False)
+            if own is not None or node is not self._waits:
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node: Any) -> None:
+            if node is not self._waits or self._own(node) is not None:
+                super()._reschedule(node)
+            elif not node.shutting_down:
+                node.shutdown()
 
     return ByPlace(config, log)
 

@@ -1,0 +1,89 @@
+"""Which process of pytest has which tests, with processes that only say what they were given."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import pytest_xdist_make_scheduler
+
+WAITING = [f"tests/integration/{file}::test_{n}" for file in ("operator/a.py", "operator/b.py") for n in range(4)]
+OTHERS = [f"tests/unit/test_{file}.py::test_{n}" for file in range(6) for n in range(4)]
+
+
+class Process:
+    def __init__(self) -> None:
+        self.todo: list[int] = []
+        self.done: list[int] = []
+        self.shutting_down = False
+        self.gateway = SimpleNamespace(id="one of them")
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        assert not self.shutting_down
+        self.todo += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def ran(count: int, tests: list[str], *, slow: int | None = None) -> list[list[str]]:
+    """What each of ``count`` processes ran, one of each after the other; ``slow`` ends none before all others have."""
+    options: dict[str, Any] = {"tx": ["popen"] * count, "rsyncdir": []}
+    option = SimpleNamespace(loadscopereorder=False)
+    scheduler = pytest_xdist_make_scheduler(SimpleNamespace(getvalue=options.get, option=option), None)  # type: ignore[arg-type]
+    processes = [Process() for _ in range(count)]
+    for process in processes:
+        scheduler.add_node(process)
+    for process in processes:
+        scheduler.add_node_collection(process, tests)
+    scheduler.schedule()
+    while True:
+        able = [process for number, process in enumerate(processes) if process.todo and number != slow]
+        able = able or [process for process in processes if process.todo]
+        if not able:
+            break
+        for process in able:
+            process.done.append(process.todo.pop(0))
+            scheduler.mark_test_complete(process, process.done[-1])
+    assert not scheduler.workqueue
+    assert all(process.shutting_down for process in processes)
+    return [[tests[index] for index in process.done] for process in processes]
+
+
+def test_of_three_the_last_has_what_waits_and_nothing_else() -> None:
+    first, second, last = ran(3, OTHERS[:8] + WAITING + OTHERS[8:])
+
+    assert last == WAITING
+    assert sorted(first + second) == OTHERS
+    assert first
+    assert second
+    # A file is one process's
+    assert {name.partition("::")[0] for name in first}.isdisjoint(name.partition("::")[0] for name in second)
+
+
+def test_two_have_everything_in_its_order() -> None:
+    first, second = ran(2, OTHERS[:8] + WAITING + OTHERS[8:])
+
+    assert sorted(first + second) == sorted(OTHERS + WAITING)
+    assert [name for name in first + second if name in WAITING] == WAITING, "in one of them, in a row"
+
+
+def test_where_nothing_waits_two_of_three_have_all() -> None:
+    *others, last = ran(3, OTHERS)
+
+    assert last == []
+    assert all(others)
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_whoever_is_slow_everything_is_run_and_what_waits_is_no_reason_to_stand_still(slow: int) -> None:
+    more = [f"tests/integration/supervisor/test_{file}.py::test_{n}" for file in range(4) for n in range(4)]
+
+    processes = ran(3, WAITING + more + OTHERS, slow=slow)
+
+    assert sorted(itertools.chain(*processes)) == sorted(WAITING + more + OTHERS)
+    assert WAITING[0] in processes[2]
+    assert set(processes[2]).isdisjoint(OTHERS)
+    # The others help once they have nothing of their own to do
+    assert slow != 2 or set(processes[0] + processes[1]) > set(OTHERS)
