@@ -187,6 +187,7 @@ NOT_NUMBERS = frozenset(
         "checkpoint.uri",
         "checkpoint.s3",
         "checkpoint.everySteps",
+        "checkpoint.everyEpochs",
         "checkpoint.everySeconds",
         "checkpoint.keep",
         "checkpoint.async",

@@ -78,10 +78,15 @@ def _export_warning(spec: SFTJobSpec) -> str:
 
 
 def _evaluation_warning(spec: SFTJobSpec) -> str:
-    every, steps = spec.training.evaluation.every_steps, spec.training.steps
-    if every is None or steps is None or every <= steps:
+    training, evaluation = spec.training, spec.training.evaluation
+    every, steps, epochs = evaluation.every_steps, training.steps, training.epochs or 1
+    if every is not None and steps is not None and every > steps:
+        given, run = f"everySteps is {every}", f"{steps} steps"
+    elif evaluation.every_epochs is not None and steps is None and evaluation.every_epochs > epochs:
+        given, run = f"everyEpochs is {evaluation.every_epochs:g}", f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
+    else:
         return ""
-    return f"training.evaluation.everySteps is {every}, and the run has {steps} steps: it is evaluated at its end alone"
+    return f"training.evaluation.{given}, and the run has {run}: it is evaluated at its end alone"
 
 
 def schedule_warning(spec: SFTJobSpec, steps: int) -> str:

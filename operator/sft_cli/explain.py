@@ -392,10 +392,18 @@ def _for_memory(spec: SFTJobSpec) -> list[Decision]:
     return [Decision(name, value, Origin.GIVEN, field) for name, value, usual, field in chosen if value != usual]
 
 
+def _interval(steps: int | None, epochs: float | None) -> str:
+    """What stands behind "every"; empty where neither is given."""
+    if epochs is not None:
+        return "epoch" if epochs == 1 else f"{epochs:g} epochs"
+    return counted(steps, "step") if steps else ""
+
+
 def _end(spec: SFTJobSpec) -> list[Decision]:
     checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
     interval = duration(checkpoint.every_seconds)
-    saves = f"every {interval}" + (f" or {counted(checkpoint.every_steps, 'step')}" if checkpoint.every_steps else "")
+    often = _interval(checkpoint.every_steps, checkpoint.every_epochs)
+    saves = f"every {interval}{f' or {often}' if often else ''}"
     best = f", the best {checkpoint.keep.best}" if checkpoint.keep.best else ""
     each = f", those of every {counted(checkpoint.keep.every_steps, 'step')}" if checkpoint.keep.every_steps else ""
     decisions = [
@@ -408,17 +416,17 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         Decision(
             "checkpoints",
             f"{saves}; kept: the last {checkpoint.keep.last}{best}{each}",
-            origin_of(checkpoint, "every_seconds", "every_steps", "keep"),
-            "checkpoint.everySeconds, .everySteps, .keep",
+            origin_of(checkpoint, "every_seconds", "every_steps", "every_epochs", "keep"),
+            f"checkpoint.everySeconds, .{'everyEpochs' if checkpoint.every_epochs else 'everySteps'}, .keep",
         ),
     ]
     if spec.data.eval:
-        often = f"every {counted(evaluation.every_steps, 'step')} and " if evaluation.every_steps else ""
+        often = _interval(evaluation.every_steps, evaluation.every_epochs)
         decisions.append(
             Decision(
                 "evaluation",
-                f"{'before, ' if evaluation.before_training else ''}{often}at the end",
-                origin_of(evaluation, "every_steps", "before_training"),
+                f"{'before, ' if evaluation.before_training else ''}{f'every {often} and ' if often else ''}at the end",
+                origin_of(evaluation, "every_steps", "every_epochs", "before_training"),
                 f"{counted(len(spec.data.eval), 'set')} of data.eval",
             )
         )

@@ -76,7 +76,22 @@ RULES = [
         "early stopping without evaluations",
         "spec.training.evaluation",
         {"training": "{evaluation: {earlyStopping: {}}}"},
-        "training.evaluation.earlyStopping needs training.evaluation.everySteps: how often to look",
+        "training.evaluation.earlyStopping needs training.evaluation.everySteps or everyEpochs: how often to look",
+    ),
+    Bad(
+        "evaluations in steps and in passes",
+        "spec.training.evaluation",
+        {
+            "data": f"{{{ROWS}, eval: [{{name: a, uri: hf://org/rows}}]}}",
+            "training": "{evaluation: {everySteps: 10, everyEpochs: 1}}",
+        },
+        "give training.evaluation.everySteps or training.evaluation.everyEpochs, not both",
+    ),
+    Bad(
+        "saves in steps and in passes",
+        "spec.checkpoint",
+        {"checkpoint": "{everySteps: 10, everyEpochs: 0.5}"},
+        "give checkpoint.everySteps or checkpoint.everyEpochs, not both",
     ),
     Bad(
         "a callback without a colon",
@@ -545,6 +560,12 @@ RULES = [
         "evaluation of nothing",
         "spec",
         {"training": "{evaluation: {everySteps: 10}}"},
+        "training.evaluation needs data.eval: name the data to evaluate on",
+    ),
+    Bad(
+        "evaluation of nothing after each pass",
+        "spec",
+        {"training": "{evaluation: {everyEpochs: 1}}"},
         "training.evaluation needs data.eval: name the data to evaluate on",
     ),
     Bad(

@@ -1,6 +1,10 @@
 """When a run evaluates, saves, stops and finishes by itself: the listeners that ask for it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 from sft_api.v1alpha1 import SFTJobSpec
 
@@ -8,11 +12,41 @@ from .events import Asking, Control, Evaluated, Evaluating, Listener, Request, R
 from .saving import AskedEachStep
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """After which steps a run evaluates and saves by their number alone: each time so many are done, whole or not."""
+
+    evaluate: Fraction | None
+    save: Fraction | None
+
+    @classmethod
+    def of(cls, spec: SFTJobSpec, steps_per_epoch: Callable[[], Fraction]) -> Self:
+        """``steps_per_epoch()``, which may take a while, is asked only where an interval is one of passes."""
+
+        def interval(steps: int | None, epochs: float | None) -> Fraction | None:
+            if epochs is None:
+                return None if steps is None else Fraction(steps)
+            # As it is written: 0.1, not the binary number nearest to it, which is a little more.
+            return Fraction(str(epochs)) * steps_per_epoch()
+
+        evaluation, checkpoint = spec.training.evaluation, spec.checkpoint
+        return cls(
+            evaluate=interval(evaluation.every_steps, evaluation.every_epochs),
+            save=interval(checkpoint.every_steps, checkpoint.every_epochs),
+        )
+
+    def planned(self, step: int) -> set[Request]:
+        """What is due right after ``step``, the first or a later one."""
+        due = {Request.EVALUATE: self.evaluate, Request.SAVE: self.save}
+        return {request for request, each in due.items() if each is not None and step // each > (step - 1) // each}
+
+
 class EvaluatesWhenDue(Listener):
     """Before training and every so many steps; the last step is evaluated anyway."""
 
-    def __init__(self, spec: SFTJobSpec) -> None:
+    def __init__(self, spec: SFTJobSpec, intervals: Intervals) -> None:
         self._spec = spec
+        self._intervals = intervals
         self._total_steps = 0
         self._begins = True
         """Whether the step that comes is the first that this run makes."""
@@ -30,22 +64,23 @@ class EvaluatesWhenDue(Listener):
         self._total_steps = event.total_steps
         # Who was asked to stop has left the evaluation of the step that it saved. Of one that nobody had begun, or that
         # was of other data, the checkpoint does not say so.
-        planned_here = 0 < event.step < self._total_steps and Request.EVALUATE in planned(self._spec, event.step)
+        planned_here = 0 < event.step < self._total_steps and Request.EVALUATE in self._intervals.planned(event.step)
         left = planned_here and event.step != self._evaluated_at
         if left or self._left or (self._begins and self._spec.training.evaluation.before_training):
             control.ask(Request.EVALUATE)
 
     def on_ask(self, event: Asking, control: Control) -> None:
-        if Request.EVALUATE in planned(self._spec, event.step) and event.step < self._total_steps:
+        if Request.EVALUATE in self._intervals.planned(event.step) and event.step < self._total_steps:
             control.ask(Request.EVALUATE)
 
 
 class SavesWhenDue(Listener):
     """Every so many steps or seconds, and after evaluations when the best are kept."""
 
-    def __init__(self, spec: SFTJobSpec, saving: AskedEachStep, *, keeps_time: bool) -> None:
+    def __init__(self, spec: SFTJobSpec, intervals: Intervals, saving: AskedEachStep, *, keeps_time: bool) -> None:
         """``keeps_time``: this is the process whose clock counts."""
         self._spec = spec
+        self._intervals = intervals
         self._checkpoint = spec.checkpoint
         self._saving = saving
         self._keeps_time = keeps_time
@@ -64,7 +99,7 @@ class SavesWhenDue(Listener):
         if self._saving.look_after() or (self._keeps_time and not self._saving.may_have_arrived()):
             self._saving.outage.check()
         timer = self._keeps_time and self._is_time()
-        if timer or Request.SAVE in planned(self._spec, event.step):
+        if timer or Request.SAVE in self._intervals.planned(event.step):
             control.ask(Request.SAVE)
 
     def _is_time(self) -> bool:
@@ -129,9 +164,3 @@ class StopsWhenAsked(Listener):
     def _look(self, control: Control) -> None:
         if self._file.exists():
             control.ask(Request.STOP)
-
-
-def planned(spec: SFTJobSpec, step: int) -> set[Request]:
-    """What is due right after ``step`` by its number alone."""
-    intervals = {Request.EVALUATE: spec.training.evaluation.every_steps, Request.SAVE: spec.checkpoint.every_steps}
-    return {request for request, every in intervals.items() if every is not None and step % every == 0}

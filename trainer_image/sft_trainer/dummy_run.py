@@ -128,7 +128,7 @@ class DummyRun(Trainer):
 
     def _watch(self) -> None:
         skipped = SkippedSteps(self.reporter, self._nothing, learning_rate=self.config.plan.learning_rate)
-        saves = SavesWhenDue(self.spec, self._nothing, keeps_time=False)
+        saves = SavesWhenDue(self.spec, self.intervals, self._nothing, keeps_time=False)
         others: list[Listener] = [Reporting(self.reporter), StopsWhenAsked(self._stop_file), self._measured]
         if self.spec.compute.gpus_per_node:
             others.append(TellsAllocatedMemory(self._stop_file.parent, self.topology.rank))

@@ -121,7 +121,7 @@ class Started:
 class Asking:
     """The processes are about to agree on what follows ``step``.
 
-    On a GPU, what is asked for now is done right after it only where its number says so (``due.planned``),
+    On a GPU, what is asked for now is done right after it only where its number says so (``due.Intervals``),
     and else one step later: the host does not wait for what the processes agree on.
     """
 

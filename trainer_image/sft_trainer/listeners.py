@@ -11,7 +11,7 @@ from .checkpoint.store import Store
 from .curves.listener import Curve
 from .data.tokenized import TokenizedSource
 from .done import DoneFile
-from .due import EvaluatesWhenDue, FinishesWhenNoBetter, SavesWhenDue, StopsWhenAsked
+from .due import EvaluatesWhenDue, FinishesWhenNoBetter, Intervals, SavesWhenDue, StopsWhenAsked
 from .events import Listener
 from .export.on_the_way import ExportsOnTheWay
 from .gpu_memory import TellsAllocatedMemory
@@ -41,6 +41,7 @@ class OurListeners:
     def of(
         cls,
         config: TrainerConfig,
+        intervals: Intervals,
         topology: Topology,
         store: Store,
         saving: Saving,
@@ -75,12 +76,12 @@ class OurListeners:
                 of_gpus.append(MemorySnapshot(wanted, store, reporter, name, writes=topology.writes))
         return cls(
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),
-            SavesWhenDue(config.spec, saving, keeps_time=topology.writes),
+            SavesWhenDue(config.spec, intervals, saving, keeps_time=topology.writes),
             [
                 Reporting(reporter),
                 *of_gpus,
                 *(written if topology.writes else []),
-                EvaluatesWhenDue(config.spec),
+                EvaluatesWhenDue(config.spec, intervals),
                 FinishesWhenNoBetter(config.spec),
                 StopsWhenAsked(stop_file),
             ],

@@ -31,7 +31,7 @@ from .checkpoint.store import S3Settings, Store
 from .data.feed import Feed, Share, Shares
 from .distributed import Ranks, collective_timeout, device_for, gathered, join_group, sum_over_ranks, summed
 from .done import end_again
-from .due import planned
+from .due import Intervals
 from .entering import Entered, enter
 from .errors import StopRequested
 from .evaluate import evaluate
@@ -109,6 +109,8 @@ class Trainer:
         self._base_digest = ""
         """Of the model that the run started from; unknown where its checkpoints do not say."""
         self.control = Control()
+        self.intervals = Intervals(None, None)
+        """After which steps it evaluates and saves, once it has a place to save in."""
         self._theirs = [*listeners]
         self.events = Listeners(self._theirs, self.control)
         self._trainable = trainable or trainable_of(config)
@@ -335,8 +337,10 @@ class Trainer:
 
     def _watch(self) -> None:
         """Register who hears of what happens from here on."""
+        self.intervals = Intervals.of(self.spec, lambda: self.prepared.steps.steps_per_epoch)
         self.ours = OurListeners.of(
             self.config,
+            self.intervals,
             self.topology,
             self.store,
             self.saving,
@@ -450,7 +454,7 @@ class Trainer:
         # A save that waits for the upload before it follows when that has ended: until then no step is waited for.
         asked = self.control.wants(Request.EVALUATE) or self.control.wants(Request.STOP) or self._saves_now()
         asked = asked or self._finishes_now()
-        return asked or self.step == self.prepared.total_steps or bool(planned(self.spec, self.step))
+        return asked or self.step == self.prepared.total_steps or bool(self.intervals.planned(self.step))
 
     def _launch(self) -> Launched:
         """Have the device compute a step, without waiting for it."""

@@ -172,6 +172,8 @@ Name = Annotated[
     Field(max_length=253),
     matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be a lower-case Kubernetes object name"),
 ]
+Epochs = Annotated[float, Field(gt=0, le=100_000)]
+"""Passes over the data, or a part of one."""
 ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 
 _QUALIFIED_NAME = r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"

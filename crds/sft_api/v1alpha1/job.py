@@ -270,11 +270,11 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            "!(has(self.training.evaluation.everySteps) || self.training.evaluation.beforeTraining) || "
-            "(has(self.data.eval) && size(self.data.eval) > 0)",
+            "!(has(self.training.evaluation.everySteps) || has(self.training.evaluation.everyEpochs) || "
+            "self.training.evaluation.beforeTraining) || (has(self.data.eval) && size(self.data.eval) > 0)",
             "training.evaluation needs data.eval: name the data to evaluate on",
             lambda self: (
-                not (self.training.evaluation.every_steps or self.training.evaluation.before_training)
+                not (self.training.evaluation.repeats or self.training.evaluation.before_training)
                 or len(self.data.eval) > 0
             ),
         ),

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .base import AnnotationMap, ApiModel, LabelMap, Name, Rule, ShortText, matches
+from .base import AnnotationMap, ApiModel, Epochs, LabelMap, Name, Rule, ShortText, matches
 from .megatron import MegatronSpec
 from .quantities import RESOURCE_RULES, Quantity, at_least, at_most
 from .uris import StorageUri
@@ -405,6 +405,10 @@ class CheckpointSpec(ApiModel):
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None, description="Save after every so many steps."
     )
+    every_epochs: Epochs | None = Field(
+        default=None,
+        description="Save each time that so much of a pass over the data is done: 1 at its end, 0.5 twice.",
+    )
     every_seconds: Annotated[int, Field(ge=1, le=604_800)] = Field(
         default=600, description="Save when so many seconds have passed since the last save."
     )
@@ -415,6 +419,14 @@ class CheckpointSpec(ApiModel):
         description="Upload while training goes on; needs host memory for one copy, and waits where there is none.",
     )
     resume: ResumeSpec = Field(default_factory=ResumeSpec, description="Where training starts.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!(has(self.everySteps) && has(self.everyEpochs))",
+            "give checkpoint.everySteps or checkpoint.everyEpochs, not both",
+            lambda self: self.every_steps is None or self.every_epochs is None,
+        ),
+    )
 
 
 class ExportSpec(ApiModel):

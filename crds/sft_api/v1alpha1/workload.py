@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .base import ApiModel, Name, NearMiss, Rule, ShortText, matches
+from .base import ApiModel, Epochs, Name, NearMiss, Rule, ShortText, matches
 from .lora import WeightsName
 from .model_config import ConfigOverrides
 from .uris import ModelUri
@@ -171,6 +171,10 @@ class EvaluationSpec(ApiModel):
     every_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None, description="Also after every so many steps."
     )
+    every_epochs: Epochs | None = Field(
+        default=None,
+        description="Also each time that so much of a pass over the data is done: 1 at its end, 0.25 four times.",
+    )
     before_training: bool = Field(default=False, description="Also before the first step.")
     early_stopping: EarlyStoppingSpec | None = Field(
         default=None, description="Ends the run, as complete, when evaluations get no better; never when absent."
@@ -178,11 +182,21 @@ class EvaluationSpec(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "!has(self.earlyStopping) || has(self.everySteps)",
-            "training.evaluation.earlyStopping needs training.evaluation.everySteps: how often to look",
-            lambda self: self.early_stopping is None or self.every_steps is not None,
+            "!(has(self.everySteps) && has(self.everyEpochs))",
+            "give training.evaluation.everySteps or training.evaluation.everyEpochs, not both",
+            lambda self: self.every_steps is None or self.every_epochs is None,
+        ),
+        Rule(
+            "!has(self.earlyStopping) || has(self.everySteps) || has(self.everyEpochs)",
+            "training.evaluation.earlyStopping needs training.evaluation.everySteps or everyEpochs: how often to look",
+            lambda self: self.early_stopping is None or self.repeats,
         ),
     )
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the sets are run on the way too."""
+        return self.every_steps is not None or self.every_epochs is not None
 
 
 ArgumentNames = Rule(

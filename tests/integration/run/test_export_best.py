@@ -17,7 +17,7 @@ def test_the_best_is_exported_and_with_another_word_the_last(place: Place) -> No
     # Given a run that gets worse in the end: its learning rate is far too high
     optimizer = {"learningRate": 1.0}
     schedule = {"type": "constantWithWarmup", "warmupSteps": 12}
-    evaluation = {"everySteps": 1}
+    evaluation = {"everyEpochs": 0.001}  # which every step is more than
     job = place.job(
         data={"eval": [{"uri": f"file://{place.inputs.eval}", "split": "test[:4]", "name": "held-out"}]},
         training={"steps": 6, "optimizer": optimizer, "schedule": schedule, "evaluation": evaluation},

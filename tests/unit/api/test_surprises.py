@@ -81,6 +81,21 @@ def test_evaluations_that_a_run_does_not_come_to_are_warned_of() -> None:
     ]
 
 
+def test_evaluations_after_more_passes_than_a_run_has_are_warned_of() -> None:
+    def warned(every: float, **length: int) -> list[str]:
+        data = {"train": [{"uri": "hf://a/b"}], "eval": [{"uri": "hf://a/b", "name": "held-out"}]}
+        return surprises(job(training={**length, "evaluation": {"everyEpochs": every}}, data=data).spec, None)
+
+    # How many passes so many steps are is known once the data is read.
+    assert warned(1) == warned(2, epochs=2) == warned(2, steps=10) == []
+    assert warned(1.5) == [
+        "training.evaluation.everyEpochs is 1.5, and the run has 1 epoch: it is evaluated at its end alone"
+    ]
+    assert warned(3, epochs=2) == [
+        "training.evaluation.everyEpochs is 3, and the run has 2 epochs: it is evaluated at its end alone"
+    ]
+
+
 def test_a_warm_up_of_all_steps_is_warned_of() -> None:
     def warned(**training: Any) -> list[str]:
         return said(training={"schedule": {"warmupSteps": 100}, **training})

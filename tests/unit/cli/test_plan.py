@@ -81,6 +81,16 @@ def test_what_the_manifest_gives_is_marked_so() -> None:
     assert shown["export"].value == "none"
 
 
+def test_intervals_in_passes_are_shown() -> None:
+    data = {"train": [{"uri": "hf://org/data"}], "eval": [{"uri": "hf://org/data", "name": "held"}]}
+
+    shown = decisions(data=data, training={"evaluation": {"everyEpochs": 0.25}}, checkpoint={"everyEpochs": 1})
+
+    assert shown["evaluation"].value == "every 0.25 epochs and at the end"
+    assert shown["evaluation"].origin is shown["checkpoints"].origin is Origin.GIVEN
+    assert shown["checkpoints"].value == "every 10m0s or epoch; kept: the last 2"
+
+
 def test_a_batch_that_was_rounded_says_from_what() -> None:
     shown = decisions(training={"globalBatchTokens": 10_000})
 

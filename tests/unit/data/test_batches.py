@@ -2,11 +2,13 @@
 
 import hashlib
 from collections import Counter
+from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from sft_trainer.data import batches
 from sft_trainer.data.batches import ExampleBatches, PackedBatches, Step, StepSchedule, micro_batch
 from sft_trainer.data.stream import ExampleStream
 from tests.unit.data.examples import FakeExamples
@@ -113,6 +115,26 @@ def test_an_endless_schedule_goes_on_past_the_epoch() -> None:
     schedule = packed(epochs=None)
     assert schedule.total_steps is None
     assert len(rows(schedule.step(400))) > 0
+
+
+def test_a_pass_takes_so_many_steps_whatever_ends_the_run() -> None:
+    assert by_size(64).steps_per_epoch == by_size(64, epochs=None).steps_per_epoch == Fraction(500, 16)
+    # Of packed steps a pass has so many bins; a pass of fewer examples than a window is packed by itself.
+    one, three, endless = packed(1), packed(3), packed(epochs=None)
+    assert one.steps_per_epoch == Fraction(one.bins[0], 4) == endless.steps_per_epoch
+    assert three.steps_per_epoch == Fraction(sum(three.bins), 3 * 4)
+    # And an endless schedule makes the same steps after it was asked.
+    assert [rows(endless.step(index)) for index in (0, 200)] == [rows(packed(None).step(index)) for index in (0, 200)]
+
+
+def test_a_window_that_reaches_into_the_next_pass_counts_for_this_one_by_its_examples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "PACKING_WINDOW", 300)
+    endless = packed(epochs=None)
+    # Two windows of 300 examples hold a pass of 500.
+    assert endless.steps_per_epoch == Fraction(sum(endless.bins) * 500, 600 * 4)
+    assert len(endless.bins) == 2
 
 
 def test_a_bin_knows_the_lengths_of_its_examples() -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from sft_trainer.checkpoint.errors import AttemptSupersededError, CheckpointCorr
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.protocol import Protocol
 from sft_trainer.checkpoint.store import WriteStream
-from sft_trainer.due import SavesWhenDue
+from sft_trainer.due import Intervals, SavesWhenDue
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -499,7 +500,7 @@ def test_the_deadline_of_an_outage_leaves_a_save_alone_that_arrives(
 ) -> None:
     # Given an outage whose deadline passes while the first save after it is on its way
     run = Run(tmp_path, asynchronous=True, deadline=1)
-    due = SavesWhenDue(run.config.spec, run.saving, keeps_time=keeps_time)
+    due = SavesWhenDue(run.config.spec, Intervals.of(run.config.spec, Fraction), run.saving, keeps_time=keeps_time)
     run.saving.outage.failed(DENIED)
     run.save(5)
     assert hanging.asked.wait(PATIENCE_SECONDS)

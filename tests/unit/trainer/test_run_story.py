@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer import evaluate as evaluating
 from sft_trainer import trainer
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.due import EvaluatesWhenDue
+from sft_trainer.due import EvaluatesWhenDue, Intervals
 from sft_trainer.errors import StopRequested, StorageFullError
 from sft_trainer.events import (
     Asking,
@@ -82,7 +83,10 @@ class Story(Trainer):
             in_flight=False,
         )
         self.store = LocalStore(folder / "store")
-        self.prepared = SimpleNamespace(total_steps=6)  # type: ignore[assignment]
+        # Of two passes and a fifth
+        self.prepared = SimpleNamespace(  # type: ignore[assignment]
+            total_steps=6, steps=SimpleNamespace(steps_per_epoch=Fraction(5, 2))
+        )
         self.strategy = SimpleNamespace(loaded=lambda: None, updates=1)  # type: ignore[assignment]
 
     def _open_store(self) -> None: ...
@@ -160,6 +164,29 @@ def test_an_evaluation_is_saved_where_the_best_checkpoints_are_kept(tmp_path: Pa
         *("evaluate 4", "save 4"),
         *("evaluate 6", "save 6 at the end"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "evaluated"),
+    [(1, [3, 5, 6]), (0.5, [2, 3, 4, 5, 6]), (0.1, [1, 2, 3, 4, 5, 6]), (2, [5, 6]), (2.4, [6]), (3, [6])],
+)
+def test_intervals_in_passes_end_with_the_step_in_which_so_much_of_a_pass_is_done(
+    tmp_path: Path, epochs: float, evaluated: list[int]
+) -> None:
+    training = {"steps": 6, "evaluation": {"everyEpochs": epochs}}
+
+    happened = told(tmp_path, {}, training=training, checkpoint={"everyEpochs": epochs})
+
+    assert [event for event in happened if event.startswith("evaluate")] == [f"evaluate {step}" for step in evaluated]
+    saved = [f"save {step}" for step in evaluated[:-1]]
+    assert [event for event in happened if event.startswith("save")] == [*saved, "save 6 at the end"]
+
+
+def test_a_tenth_of_a_pass_is_what_is_written(tmp_path: Path) -> None:
+    # The binary number nearest to 0.1 is a little more: after step 10 it would not be done.
+    spec = Story(tmp_path, {}, training={"evaluation": {"everyEpochs": 0.1}}).spec
+    intervals = Intervals.of(spec, lambda: Fraction(100))
+    assert [step for step in range(1, 31) if intervals.planned(step)] == [10, 20, 30]
 
 
 def test_a_save_is_put_off_while_the_last_one_is_being_uploaded(tmp_path: Path) -> None:
@@ -428,7 +455,7 @@ def test_an_evaluation_that_was_left_is_made_up_for(
 ) -> None:
     # Given evaluations every second step, and a checkpoint of one with or without its loss
     story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"everySteps": 2}})
-    due = EvaluatesWhenDue(story.spec)
+    due = EvaluatesWhenDue(story.spec, Intervals.of(story.spec, lambda: Fraction(5, 2)))
     figures = Figures(step, eval_loss=eval_loss, begins_evaluated=eval_loss is not None)
 
     due.on_resume(Resumed(CheckpointId(1, step), figures, CheckpointsStatus(), []), story.control)
@@ -444,7 +471,7 @@ def test_what_begins_with_a_checkpoint_of_another_run_is_evaluated_before_its_fi
 ) -> None:
     # Given a checkpoint of step 4 that was evaluated, of another run or of this one
     story = Story(tmp_path, {}, training={"steps": 6, "evaluation": {"beforeTraining": before}})
-    due = EvaluatesWhenDue(story.spec)
+    due = EvaluatesWhenDue(story.spec, Intervals.of(story.spec, lambda: Fraction(5, 2)))
     resumed = Resumed(
         CheckpointId(1, 4), Figures(4, eval_loss=1.5, begins_evaluated=True), CheckpointsStatus(), [], begins
     )
@@ -489,7 +516,7 @@ def test_who_is_asked_to_stop_within_an_evaluation_saves_and_leaves(
     # And that it was left is known to whoever goes on, also where a callback had asked for it
     run = RunState.model_validate({**story.figures.record(), "updates": 4})
     saved = Manifest(step=4, attempt=1, job_uid="u", world_size=1, created=datetime.now(UTC), run=run, files=())
-    due, control = EvaluatesWhenDue(story.spec), Control()
+    due, control = EvaluatesWhenDue(story.spec, story.intervals), Control()
     due.on_resume(Resumed(saved.id, Figures.recorded(saved), CheckpointsStatus(), []), control)
     due.on_start(Started(4, 6), control)
     assert control.asks(Request.EVALUATE)

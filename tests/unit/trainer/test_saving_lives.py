@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.status import CheckpointsStatus
 from sft_trainer import reporting, saving
 from sft_trainer.checkpoint.manager import SaveOutcome
-from sft_trainer.due import SavesWhenDue
+from sft_trainer.due import Intervals, SavesWhenDue
 from sft_trainer.errors import (
     AccessDeniedError,
     StorageDeadlineError,
@@ -184,7 +185,7 @@ class Run:
         self.reporter = Reporter(folder, writes=True)
         cpu = torch.device("cpu")
         self.saving = Saving(config, store, self.reporter, device=cpu, topology=ALONE)  # type: ignore[arg-type]
-        self.due = SavesWhenDue(config.spec, self.saving, keeps_time=True)
+        self.due = SavesWhenDue(config.spec, Intervals.of(config.spec, Fraction), self.saving, keeps_time=True)
         self.due._total_steps = STEPS
 
     @property

@@ -8,6 +8,7 @@ an empty one, so that all take part in the same collectives.
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -60,6 +61,11 @@ class StepSchedule(Protocol):
     total_steps: int | None
     """None when it is only bounded by ``training.steps``."""
 
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """How many steps a pass over the data takes, most often not a whole number; of several passes the mean."""
+        ...
+
     def step(self, index: int) -> Step:
         """The step with the given index, counted from 0."""
         ...
@@ -108,6 +114,10 @@ class ExampleBatches:
         self._bin_tokens = bin_tokens
         self._limit = None if epochs is None else epochs * stream.epoch_size
         self.total_steps = None if self._limit is None else -(-self._limit // global_batch_size)
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        return Fraction(self._stream.epoch_size, self._batch)
 
     def step(self, index: int) -> Step:
         start = index * self._batch
@@ -159,9 +169,14 @@ class PackedBatches:
         if self._limit is not None:
             if known is not None and len(known) == -(-self._limit // self._window):
                 self._ends = [*accumulate(known, initial=0)]
-            while (len(self._ends) - 1) * self._window < self._limit:
-                self._pack(len(self._ends) - 1)
+            self._pack_up_to(self._limit)
             self.total_steps = -(-self._ends[-1] // bins_per_step)
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        # Without a limit the windows of a pass are counted now; the last one may reach into the next pass.
+        examples = self._limit or self._pack_up_to(self._stream.epoch_size)
+        return Fraction(self._ends[-1] * self._stream.epoch_size, examples * self._bins_per_step)
 
     @property
     def bins(self) -> list[int]:
@@ -182,6 +197,12 @@ class PackedBatches:
                 return
             bins = self._pack(window)
             yield from bins[max(0, first - start) : min(end, last) - start]
+
+    def _pack_up_to(self, examples: int) -> int:
+        """Count the bins of as many windows as hold ``examples``; how many of them all that are counted hold."""
+        while len(self._ends) - 1 < -(-examples // self._window):
+            self._pack(len(self._ends) - 1)
+        return (len(self._ends) - 1) * self._window
 
     def _exhausted(self) -> bool:
         return self._limit is not None and (len(self._ends) - 1) * self._window >= self._limit
