@@ -74,6 +74,14 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
     return _layers_of(sizes, shape.layers, spec, (*lora.target_modules, *everything), tuple(lora.exclude_modules))
 
 
+def linear_of(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[str], list[str]]:
+    """Full names of all linear layers but the head, and of those of them that get adapters."""
+    adapted = adapted_of(shape, spec)
+    every = [(block, name) for block in range(shape.layers) for name in shape.linear]
+    full = {(block, name): f"{_BLOCKS}{block}.{name}" for block, name in every}
+    return [*full.values()], [full[block, name] for block, name in every if name in adapted[block]]
+
+
 def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:
     """Of each block the weights that are held in 4 bits, those that are not trained: by the names of linear layers,
     and of what experts have; how many rows of how many each."""

@@ -424,7 +424,7 @@ def _changes(
     if fsdp and (degree := _longer_sequence(spec, plan, shape, gpu)) is not None:
         shared, fewer = _shared(spec, plan, degree)
         yield f"strategy.fsdp.sequenceParallelDegree: {degree}", shared, fewer
-    if spec.lora and spec.lora.names_experts and spec.lora.rank_of_experts > 1:
+    if spec.lora and not spec.lora.adapter_uri and spec.lora.names_experts and spec.lora.rank_of_experts > 1:
         lower = spec.lora.rank_of_experts // 2
         yield f"lora.expertRank: {lower}", _with(spec, "lora", expert_rank=lower), plan
     adapters = spec

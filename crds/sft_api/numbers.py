@@ -55,6 +55,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "lora.targetModules": None,
     "lora.excludeModules": None,
     "lora.initMethod": None,
+    "lora.adapterUri": None,
     "lora.basePrecision": None,
     "data.trainOn": "lastAssistantMessage",
     "data.maxLength": 4096,
@@ -112,6 +113,7 @@ _INSTEAD = {
 """What says nothing, whatever it is by default, where the other field is given."""
 _MODEL, _SOURCES = "model.uri", "data.train"
 _ORIGIN = "checkpoint.resume.from.uri"
+_FIRST_ADAPTERS = "lora.adapterUri"
 _NO_POSITION = (
     "training.steps",
     "training.epochs",
@@ -124,11 +126,12 @@ _NO_POSITION = (
     "strategy.megatron.",
     "checkpoint.resume.from.",
     "lora.initMethod",
+    _FIRST_ADAPTERS,
     "lora.basePrecision",
     _MODULES,
 )
 """What begins so decides neither which tokens a step sees nor with which random numbers."""
-_NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", "lora.basePrecision"})
+_NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", _FIRST_ADAPTERS, "lora.basePrecision"})
 """What may be another while the same values of adapters mean the same."""
 
 NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{name}" for name in _SOURCE_DEFAULTS)})
@@ -342,8 +345,9 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
     given["lora.excludeModules"] = given["lora.excludeModules"] or None
     if given["lora.expertRank"] == given["lora.rank"]:
         given["lora.expertRank"] = None
-    if given[_ORIGIN] is not None:
-        given[_ORIGIN] = _uri(given[_ORIGIN])
+    for path in (_ORIGIN, _FIRST_ADAPTERS):
+        if given[path] is not None:
+            given[path] = _uri(given[path])
     values = {path: _plain(value) for path, value in given.items() if value is not None}
     chosen = {path: value for path, value in values.items() if value != _DEFAULTS[path]}
     return {_MODEL: model, _SOURCES: [_source(source) for source in spec["data"]["train"]], **chosen}

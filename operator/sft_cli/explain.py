@@ -243,7 +243,9 @@ def _frozen(spec: SFTJobSpec, plan: Plan) -> str:
 def _adapters(lora: LoraSpec) -> list[Decision]:
     excluded = f", not {', '.join(lora.exclude_modules)}" if lora.exclude_modules else ""
     dropout = f", dropout {lora.dropout:g}" if lora.dropout else ""
+    uri = lora.adapter_uri
     return [
+        *([Decision("adapters begin as", uri, Origin.GIVEN, "lora.adapterUri")] if uri else []),
         Decision(
             "adapters",
             f"{lora.in_words}{dropout}",

@@ -12,6 +12,7 @@ from sft_api import ray
 from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
 from sft_api.megatron import MISSING, is_installed
+from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
@@ -174,6 +175,8 @@ def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
     yield "spec.model.uri", spec.model.uri
     if spec.model.tokenizer_uri:
         yield "spec.model.tokenizerUri", spec.model.tokenizer_uri
+    if spec.lora and spec.lora.adapter_uri:
+        yield f"spec.{ADAPTER_FIELD}", spec.lora.adapter_uri
     if spec.training.dummy_run:
         return
     for kind, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
@@ -220,6 +223,7 @@ def overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
     here = spec.model_copy(
         update={
             "model": placed(placed(spec.model), "tokenizer_uri"),
+            "lora": spec.lora and placed(spec.lora, "adapter_uri"),
             "data": spec.data.model_copy(update=data),
             "export": placed(spec.export),
             "checkpoint": spec.checkpoint.model_copy(update={"uri": real(checkpoint_uri), "resume": resume}),

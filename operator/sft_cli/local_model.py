@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from sft_api.known_models import known_shape
+from sft_api.layers import linear_of
 from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
 from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, uncounted, wrong_sizes
+from sft_api.peft_files import FIELD as ADAPTER_FIELD
+from sft_api.peft_files import AdapterFilesError, PeftFiles
+from sft_api.place import EXPORT_ADAPTER_CONFIG
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
@@ -76,7 +80,12 @@ def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> lis
 
 def absent_warning(spec: SFTJobSpec) -> str:
     """What to say of a model in a folder that is not on this machine; it may be on the one for which ``spec`` is."""
-    uris = {"model.uri": spec.model.uri, "model.tokenizerUri": spec.model.tokenizer_uri or ""}
+    adapters = spec.lora.adapter_uri if spec.lora else None
+    uris = {
+        "model.uri": spec.model.uri,
+        "model.tokenizerUri": spec.model.tokenizer_uri or "",
+        ADAPTER_FIELD: adapters or "",
+    }
     absent = [
         f"{field}: there is no {folder} on this machine"
         for field, uri in uris.items()
@@ -104,9 +113,24 @@ def absent_data_warning(spec: SFTJobSpec) -> str:
     return f"{told}: right where the run has it{hint if patterns else ''}"
 
 
-def _config(uri: str) -> Path | None:
+def adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
+    """What would have a run refused that begins with adapters, as far as these are on this machine; else empty."""
+    lora = spec.lora
+    file = _config(lora.adapter_uri, EXPORT_ADAPTER_CONFIG) if lora and lora.adapter_uri else None
+    if lora is None or file is None or not file.parent.is_dir():
+        return ""
+    layers = (None, None) if shape is None else linear_of(shape, spec)
+    try:
+        files = PeftFiles.read(file.parent)
+        problem = files.problem(lora, *layers) or files.other_base(spec.model.uri)
+    except AdapterFilesError as error:
+        problem = str(error)
+    return f"{ADAPTER_FIELD}: {problem}" if problem else ""
+
+
+def _config(uri: str, file: str = "config.json") -> Path | None:
     if uri.startswith(_FILE):
-        return Path(uri.removeprefix(_FILE)) / "config.json"
+        return Path(uri.removeprefix(_FILE)) / file
     if not uri.startswith(_HUB):
         return None
     name, _, revision = uri.removeprefix(_HUB).partition("@")
@@ -115,5 +139,5 @@ def _config(uri: str) -> Path | None:
         commit = (cached / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         commit = revision
-    path = cached / "snapshots" / commit / "config.json"
+    path = cached / "snapshots" / commit / file
     return path if commit and path.is_file() else None

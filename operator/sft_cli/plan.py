@@ -14,7 +14,15 @@ from .console import result, say
 from .data_size import measure
 from .decisions import show, with_overrides
 from .explain import explain
-from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape, why_uncounted
+from .local_model import (
+    absent_data_warning,
+    absent_warning,
+    adapters_warning,
+    fit_of,
+    memory_warnings,
+    model_shape,
+    why_uncounted,
+)
 from .trained import measure_trained, names_warning
 
 
@@ -52,7 +60,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
         say(f"Warning: {names}", fg="yellow")
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
-    absent = (absent_warning(job.spec), absent_data_warning(job.spec))
+    absent = (absent_warning(job.spec), absent_data_warning(job.spec), adapters_warning(job.spec, shape))
     for text in filter(None, (*absent, *surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape))):
         say(f"Warning: {text}", fg="yellow")
     if warning := warning_of(job.spec, plan):

@@ -11,7 +11,7 @@ from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
 from .console import result
-from .local_model import absent_data_warning, absent_warning, fit_of, memory_warnings, model_shape
+from .local_model import absent_data_warning, absent_warning, adapters_warning, fit_of, memory_warnings, model_shape
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
 from .trained import measure_trained, names_warning
@@ -41,7 +41,7 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
         told = [
             *deletion_warnings(job.spec),
             *filter(None, [absent_warning(job.spec), absent_data_warning(job.spec)]),
-            *filter(None, [names_warning(measure_trained(job.spec), fit.refused)]),
+            *filter(None, [names_warning(measure_trained(job.spec), fit.refused), adapters_warning(job.spec, shape)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
         ]

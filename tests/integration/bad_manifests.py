@@ -232,6 +232,18 @@ RULES = [
         "lora.dropout is of linear layers, and lora.targetModules names experts, which have none: leave one out",
     ),
     Bad(
+        "first values of adapters that begin as others",
+        "spec.lora",
+        {"lora": "{adapterUri: hf://org/adapters, initMethod: gaussian}"},
+        "lora.initMethod is that of new adapters, and lora.adapterUri names some: leave one out",
+    ),
+    Bad(
+        "adapters and a checkpoint to begin from",
+        "spec",
+        {"lora": "{adapterUri: hf://org/adapters}", "checkpoint": "{resume: {from: {uri: s3://b/run}}}"},
+        "lora.adapterUri and checkpoint.resume.from both say from which adapters training starts: leave one out",
+    ),
+    Bad(
         "all linear layers excluded",
         "spec.lora",
         {"lora": "{excludeModules: [all-linear]}"},

@@ -157,14 +157,15 @@ VALUES = [
             f"export over the model: {title}",
             "spec",
             {"model": f"{{uri: 's3://b/base'{model}}}", **more},
-            "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri or model.tokenizerUri nor "
-            "above or below them: the export would overwrite what the run starts from",
+            "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri, model.tokenizerUri or "
+            "lora.adapterUri nor above or below them: the export would overwrite what the run starts from",
         )
         for title, model, more in (
             ("the same", "", {"export": "{uri: s3://b/base}"}),
             ("the same with a slash", "", {"export": "{uri: s3://b/base/}"}),
             ("above", "", {"export": "{uri: s3://b}"}),
             ("below", "", {"export": "{uri: s3://b/base/tuned}"}),
+            ("the adapters", "", {"lora": "{adapterUri: s3://b/tuned/}", "export": "{uri: s3://b/tuned}"}),
             ("the tokenizer", ", tokenizerUri: 'pvc://c/t/'", {"export": "{uri: pvc://c/t}"}),
             ("by default", ", tokenizerUri: 's3://b/runs/export'", {"checkpoint": "{uri: s3://b/runs}"}),
             ("by default, slash", ", tokenizerUri: 's3://b/runs/export'", {"checkpoint": "{uri: s3://b/runs/}"}),

@@ -217,7 +217,7 @@ _LONG_MODULES = ", ".join(["m" * 253] * 128)
 LARGEST = manifest(
     {
         "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65535}{{'}}",
-        "lora": f"{{targetModules: [{_LONG_MODULES}], excludeModules: [{_LONG_MODULES}]}}",
+        "lora": f"{{targetModules: [{_LONG_MODULES}], excludeModules: [{_LONG_MODULES}], adapterUri: '{_LONG_URI}'}}",
         "data": "{train: ["
         + ", ".join([f"{{uri: '{_LONG_URI}', weight: 1}}"] * 64)
         + "], eval: ["
@@ -257,7 +257,7 @@ NOTHING_EXPORTED = manifest(
 EXPERTS = manifest(
     {
         "lora": "{rank: 32, expertRank: 4, targetModules: [all-linear, experts, layers.3.mlp.experts.down_proj], "
-        "excludeModules: [layers.0.mlp.experts]}"
+        "excludeModules: [layers.0.mlp.experts], adapterUri: hf://org/adapters@v2, initMethod: kaiming}"
     }
 )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.megatron import megatron_of
 
@@ -41,6 +42,7 @@ def fingerprint(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
             f"data.eval[{source.name}]": _of_data(source.uri, prepared.eval[source.name].digest) for source in data.eval
         },
         "model.uri": f"{config.spec.model.uri} with {_of_model(prepared)}",
+        **_of_adapters(config, prepared),
         "the tokenizer and its chat template": Codec.of(prepared.tokenizer).digest[:_DIGITS],
         "PyTorch": torch.__version__,
         **{name: version(name) for name in (*_LIBRARIES, *(_MEGATRON if megatron_of(config.spec) else ()))},
@@ -91,6 +93,14 @@ def _spans(ranks: Sequence[int]) -> str:
 
 def _of_data(uri: str, digest: str) -> str:
     return f"{uri} with tokens {digest[:_DIGITS]}"
+
+
+def _of_adapters(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
+    """Of those that the run begins with, if it begins with some."""
+    lora, first = config.spec.lora, prepared.model.adapters
+    if lora is None or first is None:
+        return {}
+    return {ADAPTER_FIELD: f"{lora.adapter_uri} with files {first.digest[:_DIGITS]}"}
 
 
 def _of_model(prepared: Prepared) -> str:

@@ -15,6 +15,7 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
+from .adapter_files import layers_by_config, read_adapters
 from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
 from .checkpoint.opening import open_store
@@ -56,6 +57,7 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     find_callbacks(config.spec.training.callbacks)
     config = pinned(config, recorded)
     spec = config.spec
+    _look_at_adapters(config, s3, reporter)
     codec = cache(lambda: _codec(config, s3, reporter))
     sources: Sequence[DataSource] = [*spec.data.eval, *spec.data.train]
     for source in sources:
@@ -69,6 +71,30 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     codec()
     # What comes now is not for this process to tell.
     reporter.phase(Phase.STARTING)
+
+
+def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> None:
+    """Whether adapters that the run begins with are those that it trains, as far as that shows without its model."""
+    spec = config.spec
+    if spec.lora is None or spec.lora.adapter_uri is None:
+        return
+    uri = spec.lora.adapter_uri
+    reporter.phase(Phase.STARTING, f"looking at {uri}")
+    try:
+        folder = localise(
+            uri,
+            cache_directory(),
+            s3,
+            os.environ.get("HF_TOKEN"),
+            kind="adapter",
+            on_progress=lambda got: reporter.alive(Phase.STARTING, f"looking at {uri}: {got / 2**20:.0f} MiB"),
+        )
+        # Of the model what its tokenizer consists of, which its config is among.
+        model = localise(spec.model.uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+    except StorageUnavailableError as error:
+        log.info("not looked at: %s", error)
+        return
+    read_adapters(folder, uri, spec.lora, *layers_by_config(model, spec))
 
 
 def _codec(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> Codec | None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_api.peft_files import FILES as _ADAPTER_FILES
 from sft_api.v1alpha1.places import STEP_EXPORTS
 from sft_trainer import brought
 from sft_trainer.checkpoint.store import (
@@ -45,7 +46,7 @@ from sft_trainer.locks import locked
 
 log = logging.getLogger("sft_trainer")
 
-Kind = Literal["model", "tokenizer", "dataset"]
+Kind = Literal["model", "adapter", "tokenizer", "dataset"]
 OnProgress = Callable[[int], None]
 """Told the bytes downloaded so far."""
 
@@ -146,6 +147,8 @@ def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[Stor
     files = [entry for entry in inside if not entry.key.endswith("/")]  # consoles make empty "folders"
     if kind == "dataset":
         return files
+    if kind == "adapter":
+        return [entry for entry in files if entry.key.removeprefix(f"{name}/") in _ADAPTER_FILES]
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
     own = [entry for entry in files if not _matches(entry.key.removeprefix(f"{name}/"), _OTHERWISE)]
     return [entry for entry in own if _matches(entry.key, patterns)]
@@ -315,6 +318,8 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
             path = fetched((*_TOKENIZER_FILES, _SINGLE))
             shards = _shards_named(path)
             return fetched(shards) if shards else path
+        if kind == "adapter":
+            return fetched(_ADAPTER_FILES)
         return fetched(None if kind == "dataset" else _TOKENIZER_FILES)
     except TrainingError:
         raise

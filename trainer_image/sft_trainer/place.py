@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
+from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.place import (
     DONE_KEY,
     LONGEST_RECORD,
@@ -233,6 +234,7 @@ def _to_go_on(config: TrainerConfig, saved: Manifest | None) -> str:
     other = other_overrides(theirs, config.numbers())
     return (
         f"; to go on after its step {saved.step} as another run, give that one a place of its own and, in spec, {paste}"
+        + (f", without {ADAPTER_FIELD}" if config.spec.lora and config.spec.lora.adapter_uri else "")
         + (f", but {other}" if other else "")
     )
 

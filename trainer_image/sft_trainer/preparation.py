@@ -28,6 +28,7 @@ from .data.tokenized import TokenizedSource
 from .data.tokenizer import load_tokenizer
 from .errors import ConfigError, ModelError
 from .fetch import localise
+from .first_adapters import FirstAdapters
 from .models.attention_choice import choose_attention
 from .models.causal_lm import CausalLM, build_on_meta
 from .models.compiling import why_not
@@ -73,6 +74,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         )
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
+    adapters = _first_adapters(config, model, reporter)
     if form_of(spec) == "adapter" and spec.quantised == "nf4" and (lost := taken_for_experts(model.huggingface)):
         reporter.warn(
             f"peft takes {', '.join(ends(lost))} of this model for its experts, and beside weights in 4 bits loads no "
@@ -86,7 +88,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
     uncompiled = _uncompiled(config, model.huggingface, device, computed)
-    return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled)
+    return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled, adapters)
 
 
 def _key_repeats(spec: SFTJobSpec, config: Any) -> int:
@@ -111,7 +113,7 @@ def _uncompiled(config: TrainerConfig, huggingface: Any, device: torch.device, c
     return reason
 
 
-def _fetched(uri: str, kind: Literal["model", "tokenizer"], spec: SFTJobSpec, reporter: Reporter) -> Path:
+def _fetched(uri: str, kind: Literal["model", "adapter", "tokenizer"], spec: SFTJobSpec, reporter: Reporter) -> Path:
     """The folder of it on this machine."""
     reporter.phase(Phase.LOADING, f"looking for {uri}")
     path = localise(
@@ -216,6 +218,19 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
         f"{' and '.join(parts)}: {trained:,} parameters are trained, {sum(sizes.values()) - trained:,} are not"
         f"{of_4_bits}{alone}"
     )
+
+
+def _first_adapters(config: TrainerConfig, model: CausalLM, reporter: Reporter) -> FirstAdapters | None:
+    """Those that the run begins with, if it names some, for ``model``, which has its adapters."""
+    spec = config.spec
+    if spec.lora is None or spec.lora.adapter_uri is None:
+        return None
+    uri = spec.lora.adapter_uri
+    found = FirstAdapters.of(_fetched(uri, "adapter", spec, reporter), uri, spec.lora, model, trainable_of(config))
+    if warning := found.files.other_base(spec.model.uri):
+        reporter.warn(f"{uri}: {warning}")
+    reporter.say("adapters begin as those of %s", uri)
+    return found
 
 
 def _adapters_in_words(lora: LoraSpec, layers: Sequence[str], stacked: Collection[str]) -> Iterator[str]:

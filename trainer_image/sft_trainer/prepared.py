@@ -11,6 +11,7 @@ from sft_api.v1alpha1 import SFTJobSpec
 from .boxes import Box
 from .data.batches import StepSchedule
 from .data.tokenized import TokenizedSource
+from .first_adapters import FirstAdapters
 from .models.attention_choice import Chosen
 from .models.causal_lm import CausalLM
 from .models.lora import initialize_adapters, is_adapter
@@ -33,6 +34,8 @@ class PreparedModel:
     """What FlashAttention 4 computes in this process."""
     uncompiled: str
     """Why the layers cannot be compiled, as far as this process knows; empty where they can, or are not to be."""
+    adapters: FirstAdapters | None = None
+    """Those of ``lora.adapterUri``; None where they begin anew, or there are none."""
 
     def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
         """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""
@@ -46,6 +49,8 @@ class PreparedModel:
             self.path,
             on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),
         )
+        if self.adapters is not None:
+            self.adapters.fill(boxes)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 
+from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.place import ORIGIN_FIELD
 from sft_api.trainer_config import TrainerConfig
 
@@ -17,6 +18,7 @@ from .fetch import Kind, hub_commit, hub_error, listing
 from .origin import Origin
 
 _HUB = "hf://"
+_OF_ADAPTERS = "a start before the first checkpoint begins with what is there now"
 
 
 def revisions(config: TrainerConfig) -> dict[str, str]:
@@ -39,8 +41,8 @@ def changed(config: TrainerConfig, recorded: Mapping[str, str]) -> list[str]:
     """A sentence for everything in a bucket that is no longer what ``recorded`` says."""
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     return [
-        f"{uri} ({field}) is not what it was when this run began: a file was added, removed or written anew; steps "
-        "from now on see what is there now"
+        f"{uri} ({field}) is not what it was when this run began: a file was added, removed or written anew; "
+        + (_OF_ADAPTERS if field == ADAPTER_FIELD else "steps from now on see what is there now")
         for field, uri, kind in _sources(config)
         if field in recorded and uri.startswith("s3://") and _listed(uri, s3, kind) != recorded[field]
     ]
@@ -68,8 +70,12 @@ def pinned(config: TrainerConfig, recorded: Mapping[str, str]) -> TrainerConfig:
     evaluation = [
         source.model_copy(update={"uri": commits.get(_named(source.uri), source.uri)}) for source in spec.data.eval
     ]
+    lora = spec.lora
+    if lora is not None and lora.adapter_uri:
+        lora = lora.model_copy(update={"adapter_uri": at(ADAPTER_FIELD, lora.adapter_uri)})
     parts = {
         "model": spec.model.model_copy(update=model),
+        "lora": lora,
         "data": spec.data.model_copy(update={"train": train, "eval": evaluation}),
     }
     return config.model_copy(update={"spec": spec.model_copy(update=parts)})
@@ -85,6 +91,8 @@ def _sources(config: TrainerConfig) -> Iterator[tuple[str, str, Kind]]:
     yield "model.uri", model.uri, "model"
     if model.tokenizer_uri:
         yield "model.tokenizerUri", model.tokenizer_uri, "tokenizer"
+    if (lora := config.spec.lora) is not None and lora.adapter_uri:
+        yield ADAPTER_FIELD, lora.adapter_uri, "adapter"
     for index, source in enumerate(data.train):
         yield f"data.train[{index}].uri", source.uri, "dataset"
 

@@ -305,6 +305,11 @@ class SFTJobSpec(ApiModel):
             "export.mergeAdapter needs lora: without it the whole model is exported",
             lambda self: not self.export.merge_adapter or self.lora is not None,
         ),
+        Rule(
+            "!has(self.lora) || !has(self.lora.adapterUri) || !has(self.checkpoint.resume.from)",
+            "lora.adapterUri and checkpoint.resume.from both say from which adapters training starts: leave one out",
+            lambda self: self.lora is None or self.lora.adapter_uri is None or self.checkpoint.resume.origin is None,
+        ),
         *PLACE_RULES,
         *megatron_rules(_PROCESSES),
         Rule(

@@ -7,6 +7,7 @@ from pydantic import Field
 from sft_api.adapters import ALL_LINEAR, EXPERTS, means_experts
 
 from .base import ApiModel, Rule, in_cel, matches
+from .uris import ModelUri
 
 Quantised = Literal["nf4", "mxfp4"]
 """A ``basePrecision`` that is no dtype: 4 bits for each weight, and what they are multiplied by."""
@@ -64,6 +65,12 @@ class LoraSpec(ApiModel):
         description="First values of the matrix A: kaiming, uniform within 1 / sqrt(inputs) of 0, or gaussian, with a "
         "deviation of 1 / rank. B is 0: training starts from the model as it is.",
     )
+    adapter_uri: ModelUri | None = Field(
+        default=None,
+        description="Where adapters are from which training starts, as peft writes them (adapter_config.json, "
+        "adapter_model.safetensors): of the kinds that model.uri has. rank, alpha, expertRank and targetModules must "
+        "be theirs. New ones, which add nothing yet, when absent.",
+    )
     base_precision: Literal["bf16", "fp32", "nf4", "mxfp4"] | None = Field(
         default=None,
         description="In which the frozen weights are held; adapters are fp32. As training.precision when absent. bf16 "
@@ -97,6 +104,11 @@ class LoraSpec(ApiModel):
             f"!(has(self.dropout) && self.dropout > 0.0) || !({_NAMES_EXPERTS})",
             "lora.dropout is of linear layers, and lora.targetModules names experts, which have none: leave one out",
             lambda self: not self.dropout or not self.names_experts,
+        ),
+        Rule(
+            "!has(self.adapterUri) || !has(self.initMethod) || self.initMethod == 'kaiming'",
+            "lora.initMethod is that of new adapters, and lora.adapterUri names some: leave one out",
+            lambda self: self.adapter_uri is None or self.init_method == "kaiming",
         ),
     )
 

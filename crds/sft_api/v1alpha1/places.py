@@ -74,11 +74,12 @@ PLACE_RULES = (
     Rule(
         _for_export(
             f"!{overlap_in_cel('export', 'self.model.uri')} && (!has(self.model.tokenizerUri) || "
-            f"!{overlap_in_cel('export', 'self.model.tokenizerUri')})"
+            f"!{overlap_in_cel('export', 'self.model.tokenizerUri')}) && (!has(self.lora) || "
+            f"!has(self.lora.adapterUri) || !{overlap_in_cel('export', 'self.lora.adapterUri')})"
         ),
-        "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri or model.tokenizerUri nor above "
-        "or below them: the export would overwrite what the run starts from",
-        lambda spec: _spares(spec, spec.model.uri, spec.model.tokenizer_uri),
+        "export.uri (export/ in checkpoint.uri when absent) must be neither model.uri, model.tokenizerUri or "
+        "lora.adapterUri nor above or below them: the export would overwrite what the run starts from",
+        lambda spec: _spares(spec, spec.model.uri, spec.model.tokenizer_uri, spec.lora and spec.lora.adapter_uri),
     ),
     Rule(
         _for_export(

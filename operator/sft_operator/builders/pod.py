@@ -176,6 +176,7 @@ def _claims(job: SFTJob) -> list[str]:
     uris = [
         spec.model.uri,
         spec.model.tokenizer_uri,
+        spec.lora and spec.lora.adapter_uri,
         *(source.uri for source in (*spec.data.train, *spec.data.eval)),
         spec.checkpoint.uri,
         spec.checkpoint.resume.origin and spec.checkpoint.resume.origin.uri,

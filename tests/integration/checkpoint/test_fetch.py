@@ -315,6 +315,18 @@ def test_a_model_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     assert any("/revision/v1" in request for request in hub.requests)
 
 
+def test_of_adapters_two_files_are_fetched(
+    hub: Hub, s3_server: S3Server, s3_store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {name: name.encode() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    others = ("README.md", "tokenizer.json", "adapter_model.bin", "checkpoint-5/adapter_config.json", "optimizer.pt")
+    for name in (*files, *others):
+        monkeypatch.setitem(HUB_FILES, name, name.encode())
+        s3_store.put(f"tuned/{name}", name.encode())
+    for uri in ("hf://org/tiny", f"{s3_store.uri}/tuned"):
+        assert files_below(localise(uri, tmp_path, s3_server.settings, kind="adapter")) == files
+
+
 def test_of_a_model_in_shards_the_hub_is_asked_for_those_of_the_index(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,3 +357,35 @@ def test_a_run_begins_from_the_adapters_of_another(
     assert sorted(again.losses) == [1]
     started = newest(tmp_path / "again").run.model_extra or {}
     assert started["first_eval_loss"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("", {"basePrecision": "nf4"}), ("qwen3_moe", OF_EXPERTS)], ids=["in 4 bits", "experts"]
+)
+def test_a_run_begins_with_what_another_exported(
+    tmp_path: Path, tiny_inputs: Any, kind: str, lora: dict[str, Any]
+) -> None:
+    # Given a run that exported its adapters, and another that names them
+    model = wide_model(tiny_inputs, tmp_path, kind)
+    sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": lora}
+    first = run(tmp_path / "first", tiny_inputs, 2, **sections, training={"steps": 2})
+    assert first.error == ""
+    exported = tmp_path / "first" / "store" / "export"
+    sections["lora"] = {**lora, "adapterUri": f"file://{exported}"}
+    sections["training"] = {"evaluation": {"beforeTraining": True}}
+
+    # When that begins, on other processes, is stopped, and goes on
+    stopped = run(tmp_path / "second", tiny_inputs, 1, **sections, last=2)
+    resumed = run(tmp_path / "second", tiny_inputs, 1, **sections)
+
+    # Then it evaluates before its first step as the other one at its end, and goes on from its own checkpoint
+    assert (stopped.error, resumed.error) == ("", "")
+    assert (sorted(stopped.losses), sorted(resumed.losses)) == ([1, 2], [3, 4])
+    before = (newest(tmp_path / "second").run.model_extra or {})["first_eval_loss"]
+    assert before == pytest.approx(newest(tmp_path / "first").run.metrics["evalLoss"], rel=1e-6)
+    assert resumed.losses[4] < stopped.losses[1]
+
+    # And who changes its steps is told how to go on from there, where these adapters are named no more
+    longer = run(tmp_path / "second", tiny_inputs, 1, **{**sections, "training": {"steps": 9}})
+    assert "to go on after its step 4 as another run" in longer.error
+    assert longer.error.endswith("what: everything}}}, without lora.adapterUri")

@@ -198,23 +198,26 @@ def test_volumes_of_a_cluster_are_refused_wherever_they_stand() -> None:
     found = problems(
         job(
             model={"uri": "pvc://claim/model", "tokenizerUri": "pvc://claim/tokenizer"},
+            lora={"adapterUri": "pvc://claim/adapters"},
             data={
                 "train": [{"uri": "hf://org/data"}, {"uri": "pvc://claim/b"}],
                 "eval": [{"uri": "pvc://claim/c", "name": "c"}],
             },
-            checkpoint={"uri": "pvc://claim/d", "resume": {"from": {"uri": "pvc://claim/f"}}},
+            checkpoint={"uri": "pvc://claim/d"},
             export={"uri": "pvc://claim/e"},
         )
     )
+    found += problems(job(checkpoint={"resume": {"from": {"uri": "pvc://claim/f"}}}))
 
     assert [problem.split(":")[0] for problem in found] == [
         "spec.model.uri",
         "spec.model.tokenizerUri",
+        "spec.lora.adapterUri",
         "spec.data.train[1].uri",
         "spec.data.eval[0].uri",
         "spec.checkpoint.uri",
-        "spec.checkpoint.resume.from.uri",
         "spec.export.uri",
+        "spec.checkpoint.resume.from.uri",
     ]
     assert all("file:///" in problem for problem in found)
 

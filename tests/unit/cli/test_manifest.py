@@ -231,6 +231,9 @@ SENTENCES = {
     "mean spec.lora.basePrecision: nf4?",
     "adapter: qlora": "unknown field spec.adapter; did you mean spec.lora?",
     "lora_alpha: 16": "unknown field spec.lora_alpha; did you mean spec.lora.alpha?",
+    "lora: {adapter_name_or_path: org/a}": "unknown field spec.lora.adapter_name_or_path; did you mean "
+    "spec.lora.adapterUri?",
+    "lora_model_dir: ./adapters": "unknown field spec.lora_model_dir; did you mean spec.lora.adapterUri?",
     "lora: {lora_r: 8}": "unknown field spec.lora.lora_r; did you mean spec.lora.rank?",
     "lora: {target_parameters: [experts]}": "unknown field spec.lora.target_parameters; did you mean "
     "spec.lora.targetModules?",

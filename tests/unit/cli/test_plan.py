@@ -19,6 +19,7 @@ from sft_cli.plan import show_plan
 from sft_cli.suggest import show_suggestions
 from sft_cli.trained import Trained, measure_trained
 from sft_cli.validate import verdict_on
+from tests.peft_folders import adapters_in
 
 from .jobs import job, manifest
 
@@ -148,6 +149,34 @@ def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_
     only = decisions(model=model, lora={"rank": 2, "targetModules": ["up_proj"]}, export={"mergeAdapter": True})
     assert only["trained parameters"].value.startswith("64 of ")
     assert only["exported"].value == "the model with its adapters merged"
+
+
+def test_adapters_to_begin_with_are_looked_at_where_they_are_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = [f"model.layers.{block}.self_attn.q_proj" for block in range(36)]
+    uri = f"file://{adapters_in(tmp_path / 'adapters', *layers)}"
+
+    def told(uri: str, **lora: Any) -> str:
+        show_plan(job(model={"uri": "hf://Qwen/Qwen3-8B"}, lora={"adapterUri": uri, **lora}), "table")
+        told = capsys.readouterr()
+        assert uri in told.out
+        return told.err
+
+    # The model's layers are known without its files
+    advice = "write lora: {rank: 8, alpha: 16, targetModules: [q_proj], adapterUri: …}"
+    assert advice in told(uri, rank=8, alpha=16)
+    own = {"rank": 8, "alpha": 16, "targetModules": ["q_proj"]}
+    assert "Warning: lora.adapterUri: the adapters were trained beside 'org/model'" in told(uri, **own)
+    assert f"lora.adapterUri: there is no {tmp_path}/absent on this machine" in told(f"file://{tmp_path}/absent", **own)
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{")
+    assert "adapter_config.json cannot be read" in told(uri, **own)
+    # In the hub's cache too, and of what is not there nothing is said
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert "lora.adapterUri" not in told("hf://org/adapters@abc", **own)
+    adapters_in(tmp_path / "hub" / "models--org--adapters" / "snapshots" / "abc", *layers)
+    assert advice in told("hf://org/adapters@abc", rank=16)
 
 
 def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_files(

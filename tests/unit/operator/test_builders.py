@@ -349,6 +349,10 @@ def test_claims_of_all_uris_are_mounted_once_each() -> None:
         },
         checkpoint={"uri": "pvc://models-v1/runs", "resume": {"from": {"uri": "pvc://other/run"}}},
     )
+    begun = pod_spec(lora={"adapterUri": "pvc://adapters/of/q"})
+    assert [
+        each["persistentVolumeClaim"]["claimName"] for each in begun["volumes"] if "persistentVolumeClaim" in each
+    ] == ["adapters"]
     claims = {
         volume["name"]: volume["persistentVolumeClaim"]["claimName"]
         for volume in spec["volumes"]
@@ -517,7 +521,7 @@ def test_the_export_is_not_written_over_the_model_in_the_platforms_store_either(
     model = {"uri": "s3://platform/sft/team"}
 
     with pytest.raises(
-        ValueError, match=r"export\.uri .* must be neither model\.uri .*; checkpoints go to s3://platform/"
+        ValueError, match=r"export\.uri .* must be neither model\.uri, .*; checkpoints go to s3://platform/"
     ):
         build_config_map(make_job(checkpoint={}, model=model), STORE)
 

@@ -1,5 +1,6 @@
 """What differs between processes is named, with its values and who has them."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sft_trainer
 from sft_trainer import alike
@@ -86,6 +88,23 @@ def test_whatever_decides_the_numbers_is_in_it(place: Path, monkeypatch: pytest.
     rows = place / "data" / "train.jsonl"
     rows.write_text(rows.read_text().replace('"content": "', '"content": "Well, '))
     assert "data.train[0]" in changed(*prepared(place, monkeypatch))
+
+
+def test_adapters_that_the_run_begins_with_are_in_it(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{factor}.weight": torch.zeros(shape)
+        for factor, shape in (("A", (2, 32)), ("B", (32, 2)))
+    }
+    folder = place / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    lora = {"rank": 2, "targetModules": ["layers.0.self_attn.q_proj"], "adapterUri": f"file://{folder}"}
+    found = []
+    for number in (0.0, 1.0):
+        save_file({name: value + number for name, value in weights.items()}, folder / "adapter_model.safetensors")
+        found.append(fingerprint(*prepared(place, monkeypatch, lora=lora)))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"lora.adapterUri"}
+    assert re.fullmatch(rf"file://{folder} with files [0-9a-f]{{16}}", found[0]["lora.adapterUri"])
 
 
 def test_megatron_is_looked_at_where_it_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

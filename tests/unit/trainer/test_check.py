@@ -11,9 +11,17 @@ from sft_api.progress import Phase
 from sft_trainer import check as looking
 from sft_trainer.check import check
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.errors import AccessDeniedError, DataError, StorageNotFoundError, StorageUnavailableError
+from sft_trainer.errors import (
+    AccessDeniedError,
+    ConfigError,
+    DataError,
+    ModelError,
+    StorageNotFoundError,
+    StorageUnavailableError,
+)
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
+from tests.peft_folders import adapters_in
 
 
 @pytest.fixture
@@ -93,3 +101,23 @@ def test_a_source_that_does_not_answer_is_left_to_the_run(
     monkeypatch.setattr(looking, "check_first_rows", away)
     look(job, tmp_path)
     assert len(looked) == 2
+
+
+def test_adapters_that_the_run_does_not_train_are_found_by_the_config_of_the_model(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    # Given adapters of some layers, and a manifest that leaves all as it is by default
+    folder = tmp_path / "adapters"
+    layers = [f"model.layers.{block}.self_attn.{name}" for block in (0, 1) for name in ("q_proj", "v_proj")]
+    adapters_in(folder, *layers, r=32, lora_alpha=32)
+    job["spec"]["lora"] = {"adapterUri": f"file://{folder}"}
+    with pytest.raises(
+        ConfigError, match=r"^file://.*/adapters, which lora.adapterUri names: .* targetModules: \[q_proj,"
+    ):
+        look(job, tmp_path)
+    # What it advises passes
+    job["spec"]["lora"] |= {"rank": 32, "targetModules": ["q_proj", "v_proj"]}
+    look(job, tmp_path)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no adapter_model.safetensors"):
+        look(job, tmp_path)

@@ -108,3 +108,5 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
         "| training loss | 1.25 |",
         "| peak learning rate | 0.001 |",
     ]
+    begun = resolve(job(Path("/inputs"), Path("/store"), lora={"adapterUri": "hf://org/adapters"}))
+    assert "| adapters began as those of | `hf://org/adapters` |" in model_card(begun, manifest, build_on_meta(source))

@@ -6,6 +6,13 @@ from sft_trainer.revisions import pinned
 from tests.parity.runs import manifest, resolve
 
 
+def test_adapters_that_a_run_begins_with_are_of_the_commit_that_it_began_with(tmp_path: Path) -> None:
+    config = resolve(manifest(tmp_path, tmp_path / "store", lora={"adapterUri": "hf://org/adapters"}))
+    lora = pinned(config, {"lora.adapterUri": "c" * 40}).spec.lora
+    assert lora is not None
+    assert lora.adapter_uri == f"hf://org/adapters@{'c' * 40}"
+
+
 def test_rows_that_are_held_back_are_of_the_commit_that_is_trained(tmp_path: Path) -> None:
     # Given training data and what is held back from it, by slices of one data set, and another one
     document = manifest(

@@ -124,6 +124,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
         facts["adapters"] = lora.in_words
+        if lora.adapter_uri is not None:
+            facts["adapters began as those of"] = f"`{lora.adapter_uri}`"
         if lora.quantised == "nf4":
             facts["trained beside"] = "weights in 4 bits: " + (
                 _in_4_bits(config, model) if peft else "these are as they were rounded, and need no quantisation"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_api.place import EXPORT_ADAPTER_CONFIG
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import PRODUCTS, Logits, Slopes, evaluation_sums, linear_cross_entropy
@@ -145,7 +146,9 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder")
+        adapters = (path / EXPORT_ADAPTER_CONFIG).is_file()
+        hint = ", and the adapters that are here belong into lora.adapterUri" if adapters else ""
+        raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder{hint}")
     try:
         config = config_of(path, overrides)
     except ConfigError:

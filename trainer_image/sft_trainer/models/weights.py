@@ -36,7 +36,7 @@ def weight_files(path: Path) -> dict[str, Path]:
     """
     single = path / "model.safetensors"
     if single.is_file():
-        with _opened(single) as reader:
+        with opened(single) as reader:
             return dict.fromkeys(reader.keys(), single)
     index = path / "model.safetensors.index.json"
     if index.is_file():
@@ -127,7 +127,7 @@ def unread_tensors(model: CausalLM, path: Path) -> list[str]:
 
 def _equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
     """Whether these two tensors have the same values; of large ones some rows at a time."""
-    with _opened(file) as reader, _opened(other_file) as other_reader:
+    with opened(file) as reader, opened(other_file) as other_reader:
         here, there = _slices(reader, name, file), _slices(other_reader, other_name, other_file)
         if here.get_shape() != there.get_shape():
             return False
@@ -193,8 +193,8 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
     for name, (first, *_) in stored.items():
         by_file.setdefault(files[first], []).append(name)
     for held_names in by_file.values():
-        with ExitStack() as opened:
-            reader_of = functools.cache(lambda file, opened=opened: opened.enter_context(_opened(file)))
+        with ExitStack() as stack:
+            reader_of = functools.cache(lambda file, stack=stack: stack.enter_context(opened(file)))
             for name in held_names:
                 slices = [_slices(reader_of(files[each]), each, files[each]) for each in stored[name]]
                 reader = slices[0] if len(slices) == 1 else PackedSlices(name, *slices)
@@ -231,7 +231,8 @@ def _check_header(source: _Source) -> None:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
+    """A reader of the safetensors ``file``; raises ``ModelError`` for one that is not whole."""
     from safetensors import SafetensorError, safe_open
 
     try:
