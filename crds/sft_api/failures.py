@@ -15,7 +15,8 @@ class FailureClass(StrEnum):
     DATA_ERROR = "DataError"
     """The data cannot be read, has no known format, or allows no exact loss mask."""
     MODEL_ERROR = "ModelError"
-    """The model or its tokenizer is not there, incomplete, or of an architecture that is not supported."""
+    """The model, its tokenizer or the adapters to begin with are not there, incomplete, or of a kind that is not
+    supported."""
     ACCESS_DENIED = "AccessDenied"
     """Credentials are missing, wrong, or have no right to a model, a dataset or a bucket."""
     STORAGE_NOT_FOUND = "StorageNotFound"

@@ -17,7 +17,8 @@ _MAX_MESSAGE = 4096
 _ADVICE = {
     FailureClass.CONFIG_ERROR: "Change the manifest, then run again; --fresh starts anew and sets aside what is there.",
     FailureClass.DATA_ERROR: "Look at the rows with sft data, mend the data or data.* in the manifest, then run again.",
-    FailureClass.MODEL_ERROR: "Check model.uri and that the folder or revision is complete, then run again.",
+    FailureClass.MODEL_ERROR: "Check model.uri (of adapters lora.adapterUri) and that the folder or revision is "
+    "complete, then run again.",
     FailureClass.ACCESS_DENIED: "Check HF_TOKEN or the AWS_* variables of this shell, of a folder who may write to it, "
     "then run again.",
     FailureClass.STORAGE_NOT_FOUND: "Create the bucket or folder, or correct checkpoint.uri, then run again.",

@@ -14,7 +14,8 @@ from .sidecars import LEFT_SECONDS
 ADVICE = {
     FailureClass.CONFIG_ERROR: "correct the spec and submit a new SFTJob",
     FailureClass.DATA_ERROR: "correct the data and run sft retry, or give another spec.data in a new SFTJob",
-    FailureClass.MODEL_ERROR: "correct the model and run sft retry, or give another spec.model.uri in a new SFTJob",
+    FailureClass.MODEL_ERROR: "correct the model, or spec.lora.adapterUri's adapters, and run sft retry, or name "
+    "others in a new SFTJob",
     FailureClass.ACCESS_DENIED: "check the Secrets that spec.model.tokenSecretRef and spec.checkpoint.s3 name",
     FailureClass.STORAGE_NOT_FOUND: "create the bucket or claim that spec.checkpoint.uri names",
     FailureClass.STORAGE_FULL: "free room in the checkpoint store, or lower spec.checkpoint.keep",

@@ -368,14 +368,14 @@ def test_a_run_begins_with_what_another_exported(
     # Given a run that exported its adapters, and another that names them
     model = wide_model(tiny_inputs, tmp_path, kind)
     sections: dict[str, Any] = {"model": {"uri": f"file://{model}"}, "lora": lora}
-    first = run(tmp_path / "first", tiny_inputs, 2, **sections, training={"steps": 2})
+    first = run(tmp_path / "first", tiny_inputs, 1, **sections, training={"steps": 2})
     assert first.error == ""
     exported = tmp_path / "first" / "store" / "export"
     sections["lora"] = {**lora, "adapterUri": f"file://{exported}"}
     sections["training"] = {"evaluation": {"beforeTraining": True}}
 
     # When that begins, on other processes, is stopped, and goes on
-    stopped = run(tmp_path / "second", tiny_inputs, 1, **sections, last=2)
+    stopped = run(tmp_path / "second", tiny_inputs, 3, **sections, last=2)
     resumed = run(tmp_path / "second", tiny_inputs, 1, **sections)
 
     # Then it evaluates before its first step as the other one at its end, and goes on from its own checkpoint

@@ -128,7 +128,7 @@ def test_a_model_that_lacks_a_shard_is_refused_before_data_is_read(place: Place)
     sentence = r"the model is incomplete: .* lacks model-00002-of-00002\.safetensors, named in .*index\.json"
     assert_refused(ended, 12, "ModelError", sentence)
     assert "Tokenizing" not in ended.said
-    assert "Check model.uri and that the folder or revision is complete" in ended.said
+    assert "Check model.uri (of adapters lora.adapterUri) and that the folder or revision is complete" in ended.said
 
 
 def test_a_model_that_is_not_on_the_hub(place: Place, hub: Hub) -> None:

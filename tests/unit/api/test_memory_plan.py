@@ -183,8 +183,8 @@ def test_a_lower_rank_of_experts_is_a_remedy_where_these_have_adapters() -> None
     model = {"uri": "hf://Qwen/Qwen3-30B-A3B"}
     shape = known_shape(model["uri"])
 
-    def asked(*names: str, **ranks: int) -> SFTJobSpec:
-        return spec(1, model, 512, lora={"rank": 16, "targetModules": ["all-linear", *names], **ranks})
+    def asked(*names: str, **fields: Any) -> SFTJobSpec:
+        return spec(1, model, 512, lora={"rank": 16, "targetModules": ["all-linear", *names], **fields})
 
     def told(of: SFTJobSpec) -> str:
         return remedies(of, make_plan(of), shape, GIB)
@@ -197,6 +197,8 @@ def test_a_lower_rank_of_experts_is_a_remedy_where_these_have_adapters() -> None
     # Of the others it is none, nor one that is less than 1
     assert "expertRank" not in told(asked())
     assert "expertRank" not in told(asked("experts", expertRank=1))
+    # Adapters that are there have the rank that they have
+    assert "expertRank" not in told(asked("experts", adapterUri="hf://org/adapters"))
 
 
 def test_two_changes_that_fit_together_are_named_where_none_fits_alone() -> None:

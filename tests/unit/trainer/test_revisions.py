@@ -1,7 +1,11 @@
 """What a run fetches is what it was when the run began."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from sft_trainer import revisions as recorded
 from sft_trainer.revisions import pinned
 from tests.parity.runs import manifest, resolve
 
@@ -11,6 +15,24 @@ def test_adapters_that_a_run_begins_with_are_of_the_commit_that_it_began_with(tm
     lora = pinned(config, {"lora.adapterUri": "c" * 40}).spec.lora
     assert lora is not None
     assert lora.adapter_uri == f"hf://org/adapters@{'c' * 40}"
+
+
+def test_adapters_are_in_the_record_and_what_changed_in_a_bucket_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[tuple[str, str]] = []
+
+    def now(uri: str, *of: Any) -> str:
+        listed.append((uri, of[-1]))
+        return "what is there now"
+
+    monkeypatch.setattr(recorded, "_listed", now)
+    config = resolve(manifest(tmp_path, tmp_path / "store", lora={"adapterUri": "s3://bucket/tuned"}))
+    assert recorded.revisions(config) == {"lora.adapterUri": "what is there now"}
+    assert listed == [("s3://bucket/tuned", "adapter")]
+    (told,) = recorded.changed(config, {"lora.adapterUri": "what was there"})
+    assert told.startswith("s3://bucket/tuned (lora.adapterUri) is not what it was when this run began")
+    assert told.endswith("a start before the first checkpoint begins with what is there now")
 
 
 def test_rows_that_are_held_back_are_of_the_commit_that_is_trained(tmp_path: Path) -> None:
