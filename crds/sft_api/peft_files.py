@@ -98,7 +98,7 @@ class PeftFiles:
         """Names of the tensors of experts that have adapters, as peft was told them."""
         given = self.config.get("target_parameters")
         names = given if isinstance(given, list) else []
-        return [name for name in names if isinstance(name, str) and means_experts(name)]
+        return [name for name in names if isinstance(name, str) and means_experts(name) and _PLAIN.fullmatch(name)]
 
     def problem(
         self, lora: LoraSpec, linear: Collection[str] | None = None, adapted: Collection[str] | None = None
@@ -219,18 +219,17 @@ class PeftFiles:
         kind = self.config.get("peft_type")
         if kind != "LORA":
             raise AdapterFilesError(
-                f"its peft_type is {kind!r}, and only LORA can be trained here: where peft can, {_MERGE}"
+                f"its peft_type is {kind!r:.100}, and only LORA can be trained here: where peft can, {_MERGE}"
             )
         for field, value in self.config.items():
             if field not in _KNOWN and value not in (None, False, 0, "none", "", [], {}):
-                raise AdapterFilesError(
-                    f"its {EXPORT_ADAPTER_CONFIG} has {field}: {json.dumps(value)[:100]}, which there is not here: "
-                    f"{_MERGE}"
-                )
+                said = json.dumps({field: value})[1:-1][:200]
+                raise AdapterFilesError(f"its {EXPORT_ADAPTER_CONFIG} has {said}, which there is not here: {_MERGE}")
         if (begun := self.config.get("init_lora_weights")) not in _FIRST_VALUES:
             raise AdapterFilesError(
-                f"its init_lora_weights is {begun!r}: such adapters belong to weights that were changed for them, not "
-                f"to those of the model; have peft convert them (path_initial_model_for_weight_conversion), or {_MERGE}"
+                f"its init_lora_weights is {begun!r:.100}: such adapters belong to weights that were changed for them, "
+                "not to those of the model; have peft convert them (path_initial_model_for_weight_conversion), or "
+                f"{_MERGE}"
             )
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(self.config.get(name) or {}, dict):
@@ -298,6 +297,9 @@ def _tensors(file: Path) -> dict[str, StoredTensor]:
     if size != 8 + length + end:
         raise AdapterFilesError(f"{file} has {size} bytes, and its header says {8 + length + end}: fetch it again")
     for tensor in stored:
+        # They are told to people, and may be anybody's.
+        if not (tensor.key.isascii() and tensor.key.isprintable()):
+            raise AdapterFilesError(f"{file} has a tensor {tensor.key!a:.200}, which no model has: save them anew")
         name = plain_name(tensor.key)
         if name in found:
             raise AdapterFilesError(f"{found[name].key!r} and {tensor.key!r} are both {name}: save one adapter alone")

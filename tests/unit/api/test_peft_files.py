@@ -119,14 +119,14 @@ def test_experts_have_a_rank_of_their_own(tmp_path: Path) -> None:
     [
         ({"peft_type": "LOHA"}, "its peft_type is 'LOHA', and only LORA can be trained here"),
         ({"peft_type": None}, "its peft_type is None"),
-        ({"use_dora": True}, "use_dora: true, which there is not here: merge them into the model with peft"),
-        ({"bias": "all"}, 'bias: "all"'),
-        ({"lora_bias": True}, "lora_bias: true"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out: true"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication: [[0, 2]]"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices: [3]"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens: [1]"),
-        ({"something_of_tomorrow": 3}, "something_of_tomorrow: 3"),
+        ({"use_dora": True}, '"use_dora": true, which there is not here: merge them into the model with peft'),
+        ({"bias": "all"}, '"bias": "all"'),
+        ({"lora_bias": True}, '"lora_bias": true'),
+        ({"fan_in_fan_out": True}, '"fan_in_fan_out": true'),
+        ({"layer_replication": [[0, 2]]}, '"layer_replication": [[0, 2]]'),
+        ({"trainable_token_indices": [3]}, '"trainable_token_indices": [3]'),
+        ({"alora_invocation_tokens": [1]}, '"alora_invocation_tokens": [1]'),
+        ({"something_of_tomorrow": 3}, '"something_of_tomorrow": 3'),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': such adapters belong to weights that were"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
         ({"rank_pattern": [1]}, "its rank_pattern is no mapping"),
@@ -196,6 +196,8 @@ def test_broken_files_are_told_and_never_raise_anything_else(tmp_path: Path) -> 
     assert "save one adapter alone" in said()
     adapters_in(tmp_path, *Q_AND_V, dtype="I8")
     assert "is stored as I8: adapters are read in fp32, bf16 or fp16" in said()
+    zeros(weights, {f"{name}\x1b[2J.weight": (8, 4)})
+    assert r"has a tensor 'base_model.model.model.layers.0.self_attn.q_proj.lora_A\x1b[2J.weight', which no" in said()
     zeros(weights, {f"{name}.weight": (8, 4, 2)})
     assert "has adapters of shape (8, 4, 2), and no matrices" in said()
     for text in ("{", "[1]", '"'):
