@@ -16,12 +16,14 @@ from sft_trainer.errors import ConfigError, ModelError, TrainingError
 from sft_trainer.first_adapters import FirstAdapters
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.preparation import prepare_model
+from sft_trainer.reporting import Reporter
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.trainable import trainable_of
 from tests.integration.trainer.test_adapters_of_experts import EVERYTHING, exports
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
-from tests.unit.trainer.test_lora import BINS, adapters_of, filled, strategy, their_loss
+from tests.unit.trainer.test_lora import BINS, CPU, adapters_of, filled, strategy, their_loss
 from tests.unit.trainer.test_models import save_model
 from tests.unit.trainer.test_some_modules import strategy as with_modules
 
@@ -71,6 +73,13 @@ def of_peft(reference: Any, folder: Path, **config: Any) -> Any:
         ("llama", {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, {"alpha": 16}, None),
         ("qwen3", {"target_modules": ["v_proj"], "layers_to_transform": [1], "lora_dropout": 0.2}, {"alpha": 8}, None),
         ("phi3", {"target_modules": r".*\.1\.mlp\.(gate_up|down)_proj"}, {"alpha": 8}, None),
+        (
+            "qwen3_moe",
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+            {"alpha": 8},
+            None,
+        ),
+        ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, {"alpha": 8}, None),
         (
             "llama",
             {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -241,6 +250,24 @@ def test_modules_that_are_not_among_them_begin_as_those_of_the_model(saved: Path
     of = begun(saved, tmp_path / "model", OF_Q, ["lm_head"])
     weight = gathered(of.model.huggingface.get_parameter("lm_head.weight")).detach()
     assert torch.equal(weight, load_file(tmp_path / "model" / "model.safetensors")["lm_head.weight"])
+
+
+def test_a_run_has_them_and_is_warned_where_they_were_trained_beside_another_model(saved: Path, tmp_path: Path) -> None:
+    job = manifest(tmp_path / "model", tmp_path / "store", lora={**OF_Q, "adapterUri": f"file://{saved}"})
+    job["spec"]["model"] = {"uri": f"file://{tmp_path}/model"}
+
+    def prepared() -> list[str]:
+        reporter = Reporter(tmp_path, writes=False)
+        adapters = prepare_model(resolve(job), reporter, CPU).adapters
+        assert adapters is not None
+        assert len(adapters.sources) == 4
+        return [warning for warning in reporter.progress.warnings if "base_model_name_or_path" in warning]
+
+    assert prepared() == []
+    file = saved / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "org/another"}))
+    (warning,) = prepared()
+    assert warning.startswith(f"file://{saved}: the adapters were trained beside 'org/another' (base_model")
 
 
 def test_the_digest_is_of_both_files(saved: Path, tmp_path: Path) -> None:
