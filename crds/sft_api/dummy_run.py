@@ -24,7 +24,7 @@ def as_dummy_run(spec: SFTJobSpec) -> SFTJobSpec:
     }
     return spec.model_copy(
         update={
-            "data": spec.data.model_copy(update={"train": [source], "eval": []}),
+            "data": spec.data.model_copy(update={"train": [source], "eval": [], "held_out": None}),
             "training": spec.training.model_copy(update=training),
             "checkpoint": CheckpointSpec(uri=spec.checkpoint.uri, s3=spec.checkpoint.s3),
             "monitoring": MonitoringSpec(),

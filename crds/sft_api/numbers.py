@@ -57,6 +57,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "lora.initMethod": None,
     "lora.adapterUri": None,
     "lora.basePrecision": None,
+    "data.heldOut.fraction": None,
     "data.trainOn": "lastAssistantMessage",
     "data.maxLength": 4096,
     "data.overlong": "drop",

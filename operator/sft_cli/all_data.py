@@ -10,6 +10,8 @@ from sft_api.plan import Plan, make_plan
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.store import S3Settings
+from sft_trainer.data.held_out import Part
+from sft_trainer.data.sources import open_source
 from sft_trainer.data.steps import plan_steps
 from sft_trainer.data.tokenize import tokenize_source
 from sft_trainer.data.tokenized import TokenizedSource
@@ -17,7 +19,7 @@ from sft_trainer.errors import TrainingError
 from sft_trainer.fetch import disk_error
 
 from .console import result, say
-from .data import read_tokenizer, sources_of
+from .data import read_tokenizer, sets_of
 from .errors import UserError
 from .words import counted
 
@@ -36,10 +38,10 @@ def show_all_data(job: SFTJob, *, evaluation: bool) -> None:
     They are then in the cache, for runs on this machine. Raises UserError when something cannot be read or has no exact
     mask, or when no row is left.
     """
-    sources = sources_of(job, evaluation=evaluation)
+    sets = sets_of(job, evaluation=evaluation)
     try:
         tokenizer = read_tokenizer(job.spec)
-        found = [_show_source(source, job.spec, tokenizer) for source in sources]
+        found = [_show_source(source, part, job.spec, tokenizer) for source, part in sets]
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
     except OSError as error:  # of the cache: rows that cannot be read are a DataError
@@ -50,23 +52,32 @@ def show_all_data(job: SFTJob, *, evaluation: bool) -> None:
             result(line, bold=True)
 
 
-def _show_source(source: "DataSource", spec: SFTJobSpec, tokenizer: "PreTrainedTokenizerFast") -> TokenizedSource:
+def _show_source(
+    source: "DataSource", part: Part, spec: SFTJobSpec, tokenizer: "PreTrainedTokenizerFast"
+) -> TokenizedSource:
     progress = _paced()
-    made = tokenize_source(
+    opened = open_source(
         source,
-        spec.data,
-        tokenizer,
         cache_dir=cache_directory(),
         s3=S3Settings.from_spec(spec.checkpoint.s3),
         token=os.environ.get("HF_TOKEN"),
-        on_progress=lambda done, rows: progress(f"{done:,} of {counted(rows, 'row')} ..."),
         on_fetch=lambda size: progress(f"fetching, {size / 2**20:,.0f} MiB so far ..."),
+    )
+    made = tokenize_source(
+        opened,
+        source,
+        spec.data,
+        tokenizer,
+        part=part,
+        cache_dir=cache_directory(),
+        on_progress=lambda done, rows: progress(f"{done:,} of {counted(rows, 'row')} ..."),
         on_wait=lambda _: progress("another process tokenises the same rows ..."),
         on_warning=lambda text: say(f"Warning: {text}", fg="yellow"),
     )
-    result(f"{source.uri}: {made.report.summary()}")
+    name = part(opened).name
+    result(f"{name}: {made.report.summary()}")
     for warning in made.report.warnings():
-        say(f"Warning: {source.uri}: {warning}", fg="yellow")
+        say(f"Warning: {name}: {warning}", fg="yellow")
     return made
 
 

@@ -103,7 +103,8 @@ def prune_checkpoints(
         _print_pruning(pruning, staying, yes=yes)
         if keep is not None and keep.best and pruning.going and not best_of(pruning.staying):
             say(
-                "no checkpoint here has an evaluation loss (data.eval): none of them stays for being the best",
+                "no checkpoint here has an evaluation loss (data.eval, data.heldOut): none of them stays for being the "
+                "best",
                 fg="yellow",
             )
         if not yes:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from sft_api.failures import exit_code
@@ -10,6 +10,7 @@ from sft_api.v1alpha1.data import DataSource
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.store import S3Settings
+from sft_trainer.data.held_out import Part, all_rows, held_out_part, trained_part
 from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
 from sft_trainer.data.sources import open_source
 from sft_trainer.data.tokenize import check_named_columns, settings_for, warnings_of
@@ -31,23 +32,32 @@ def show_data(job: SFTJob, *, rows: int, evaluation: bool, output: str) -> None:
 
     Raises UserError when something cannot be read or has no exact mask.
     """
-    sources = sources_of(job, evaluation=evaluation)
+    sets = sets_of(job, evaluation=evaluation)
     try:
         codec = Codec.of(read_tokenizer(job.spec))
-        for source in sources:
-            _show_source(source, job.spec, codec, rows, output)
+        for source, part in sets:
+            _show_source(source, part, job.spec, codec, rows, output)
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
 
 
-def sources_of(job: SFTJob, *, evaluation: bool) -> Sequence[DataSource]:
-    """The training sets, or the evaluation sets. Raises UserError when there are none, or this machine has them not."""
-    sources: Sequence[DataSource] = job.spec.data.eval if evaluation else job.spec.data.train
-    if not sources:
-        raise UserError("spec.data.eval is empty: there are no evaluation sets to show")
+def sets_of(job: SFTJob, *, evaluation: bool) -> list[tuple[DataSource, Part]]:
+    """The sources of training, or of evaluation, each with which of its rows are meant.
+
+    Raises UserError when there are none, or this machine has them not.
+    """
+    data = job.spec.data
+    if not evaluation:
+        sets: list[tuple[DataSource, Part]] = [(source, trained_part(data)) for source in data.train]
+    else:
+        sets = [(source, all_rows) for source in data.eval]
+        if (held_out := held_out_part(data)) is not None:
+            sets += [(source, held_out) for source in data.train]
+    if not sets:
+        raise UserError("spec.data has neither eval nor heldOut: there are no evaluation sets to show")
     if problems := data_out_of_reach(job.spec, os.environ, evaluation=evaluation):
         raise UserError(*problems)
-    return sources
+    return sets
 
 
 def read_tokenizer(spec: SFTJobSpec) -> "PreTrainedTokenizerFast":
@@ -59,19 +69,21 @@ def read_tokenizer(spec: SFTJobSpec) -> "PreTrainedTokenizerFast":
     return load_tokenizer(path, spec.model.chat_template)
 
 
-def _show_source(source: DataSource, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:
+def _show_source(source: DataSource, part: Part, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     opened = open_source(source, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN"))
     settings = settings_for(opened, source, spec.data)
     check_named_columns(opened, settings)
     for warning in warnings_of(opened, source, settings, codec):
         say(f"Warning: {warning}", fg="yellow")
-    previews = (preview_row(place, row, settings, codec) for place, row in opened.read(0, min(rows, len(opened))))
+    meant = part(opened)
+    previews = (preview_row(place, row, settings, codec) for place, row in meant.read(0, min(rows, len(meant))))
     if output == "jsonl":
         for line in to_jsonl(previews, ensure_ascii=not has_all_characters()):
             result(line)
         return
-    result(f"{source.uri}: {counted(len(opened), 'row')}, format {settings.row_format}", bold=True)
+    of_all = f" of {len(opened):,}" if len(meant) < len(opened) else ""
+    result(f"{meant.name}: {counted(len(meant), 'row')}{of_all}, format {settings.row_format}", bold=True)
     shown = list(_print_each(previews))
     tokens, trained = sum(len(preview.tokens) for preview in shown), sum(preview.trained for preview in shown)
     share = f" ({trained / tokens:.0%})" if tokens else ""

@@ -11,20 +11,21 @@ _SAMPLE = 200
 
 
 def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
-    """Rows of all training sources together, and about how many tokens; None when it cannot be told here."""
+    """Rows of all sources together that are trained, and about how many tokens; None when it cannot be told here."""
     if not all(source.uri.startswith(_FILE) for source in spec.data.train):
         return None
     # Not at the top: no other plan needs them.
+    from sft_trainer.data.held_out import trained_part
     from sft_trainer.data.source_rows import SMALL_BYTES, bytes_below, open_path
     from sft_trainer.errors import DataError
 
-    rows, tokens = 0, 0.0
+    rows, tokens, part = 0, 0.0, trained_part(spec.data)
     for source in spec.data.train:
         path = Path(source.uri.removeprefix(_FILE))
         try:
             if bytes_below(path) > SMALL_BYTES:
                 return None
-            opened = open_path(path, source)
+            opened = part(open_path(path, source))
             sample = [len(json.dumps(row, default=str)) for _, row in opened.read(0, min(_SAMPLE, len(opened)))]
         except (DataError, OSError, ImportError):  # sft run says what is wrong; tables need more than the CLI
             return None

@@ -401,6 +401,13 @@ def _interval(steps: int | None, epochs: float | None) -> str:
     return counted(steps, "step") if steps else ""
 
 
+def _evaluated_on(spec: SFTJobSpec) -> str:
+    sets = [f"{counted(len(spec.data.eval), 'set')} of data.eval"] if spec.data.eval else []
+    if (held_out := spec.data.held_out) is not None:
+        sets.append(f"{held_out.fraction:g} of the rows of data.train (data.heldOut)")
+    return " and ".join(sets)
+
+
 def _end(spec: SFTJobSpec) -> list[Decision]:
     checkpoint, export, evaluation = spec.checkpoint, spec.export, spec.training.evaluation
     interval = duration(checkpoint.every_seconds)
@@ -422,14 +429,14 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
             f"checkpoint.everySeconds, .{'everyEpochs' if checkpoint.every_epochs else 'everySteps'}, .keep",
         ),
     ]
-    if spec.data.eval:
+    if spec.data.evaluates:
         often = _interval(evaluation.every_steps, evaluation.every_epochs)
         decisions.append(
             Decision(
                 "evaluation",
                 f"{'before, ' if evaluation.before_training else ''}{f'every {often} and ' if often else ''}at the end",
                 origin_of(evaluation, "every_steps", "every_epochs", "before_training"),
-                f"{counted(len(spec.data.eval), 'set')} of data.eval",
+                _evaluated_on(spec),
             )
         )
     if export.at_end:

@@ -144,8 +144,10 @@ def data_out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str], *, evalu
     The job may save in a claim of its cluster, or in a bucket that this shell has no key for.
     """
     tokenizer = "spec.model.tokenizerUri" if spec.model.tokenizer_uri else "spec.model.uri"
-    sets = f"spec.data.{'eval' if evaluation else 'train'}["
-    read = [(path, uri) for path, uri in _uris(spec) if path == tokenizer or path.startswith(sets)]
+    # Rows that are held out of training sets are evaluated on.
+    sets = {"train"} if not evaluation else {"eval", *(["train"] if spec.data.held_out else [])}
+    begin = tuple(f"spec.data.{name}[" for name in sets)
+    read = [(path, uri) for path, uri in _uris(spec) if path == tokenizer or path.startswith(begin)]
     logins = missing_logins(spec, environment, [uri for _, uri in read])
     return [*_claims(read), *_missing_files(read), *logins]
 

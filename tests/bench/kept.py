@@ -22,6 +22,7 @@ from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data.kept import KeptTokens
+from sft_trainer.data.sources import open_source
 from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
 from tests.cluster.object_store import object_store
 from tests.parity.mask_tokenizers import chat_tokenizer
@@ -54,7 +55,8 @@ def main() -> None:
 
         def tokenized(cache: str, kept: KeptTokens | None) -> tuple[float, TokenizedSource]:
             began = time.perf_counter()
-            made = tokenize_source(source, data, chat_tokenizer("chatml"), cache_dir=folder / cache, kept=kept)
+            rows = open_source(source, cache_dir=folder / cache)
+            made = tokenize_source(rows, source, data, chat_tokenizer("chatml"), cache_dir=folder / cache, kept=kept)
             return time.perf_counter() - began, made
 
         with object_store(folder / "server") as server:

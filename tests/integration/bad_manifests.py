@@ -554,7 +554,7 @@ RULES = [
         "best without evaluation",
         "spec",
         {"checkpoint": "{keep: {best: 1}}"},
-        "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
+        "checkpoint.keep.best needs data.eval or data.heldOut: the best is the one with the lowest evaluation loss",
     ),
     Bad(
         "kept for ever and never saved",
@@ -572,25 +572,31 @@ RULES = [
         "evaluation of nothing",
         "spec",
         {"training": "{evaluation: {everySteps: 10}}"},
-        "training.evaluation needs data.eval: name the data to evaluate on",
+        "training.evaluation needs data.eval or data.heldOut: name the data to evaluate on, or hold rows out",
     ),
     Bad(
         "evaluation of nothing after each pass",
         "spec",
         {"training": "{evaluation: {everyEpochs: 1}}"},
-        "training.evaluation needs data.eval: name the data to evaluate on",
+        "training.evaluation needs data.eval or data.heldOut: name the data to evaluate on, or hold rows out",
     ),
     Bad(
         "evaluation of an empty list",
         "spec",
         {"data": f"{{{ROWS}, eval: []}}", "training": "{evaluation: {beforeTraining: true}}"},
-        "training.evaluation needs data.eval: name the data to evaluate on",
+        "training.evaluation needs data.eval or data.heldOut: name the data to evaluate on, or hold rows out",
     ),
     Bad(
         "evaluation names twice",
         "spec.data",
         {"data": f"{{{ROWS}, eval: [{{name: a, uri: hf://org/rows}}, {{name: a, uri: hf://org/other}}]}}"},
         "names of data.eval must differ: each names its own metric",
+    ),
+    Bad(
+        "an evaluation set that is called as the rows held out are",
+        "spec.data",
+        {"data": f"{{{ROWS}, eval: [{{name: held-out, uri: hf://org/rows}}], heldOut: {{fraction: 0.05}}}}"},
+        "data.eval has a set called held-out, as data.heldOut calls its own: give it another name",
     ),
     Bad(
         "weights for some",

@@ -213,7 +213,7 @@ def test_optional_blocks_cannot_be_added_later(api: KubernetesApi) -> None:
     assert "spec.strategy cannot be changed" in answer.body["message"]
 
 
-A_NEW_RULE = "checkpoint.keep.best needs data.eval"
+A_NEW_RULE = "checkpoint.keep.best needs data.eval or data.heldOut"
 
 
 def test_of_a_stored_job_that_a_new_rule_refuses_all_but_the_spec_may_change(

@@ -15,6 +15,7 @@ import torch
 
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.data import HELD_OUT
 from sft_api.v1alpha1.megatron import megatron_of
 
 from .data.tokenizer import Codec
@@ -41,6 +42,7 @@ def fingerprint(config: TrainerConfig, prepared: Prepared) -> dict[str, str]:
         **{
             f"data.eval[{source.name}]": _of_data(source.uri, prepared.eval[source.name].digest) for source in data.eval
         },
+        **({"data.heldOut": _of_data("rows", prepared.eval[HELD_OUT].digest)} if data.held_out else {}),
         "model.uri": f"{config.spec.model.uri} with {_of_model(prepared)}",
         **_of_adapters(config, prepared),
         "the tokenizer and its chat template": Codec.of(prepared.tokenizer).digest[:_DIGITS],

@@ -21,6 +21,7 @@ from .callbacks.loading import find as find_callbacks
 from .checkpoint.opening import open_store
 from .checkpoint.store import S3Settings
 from .data.first_rows import check_first_rows
+from .data.held_out import Part, all_rows, trained_part
 from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
 from .errors import StorageUnavailableError
@@ -59,12 +60,22 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     spec = config.spec
     _look_at_adapters(config, s3, reporter)
     codec = cache(lambda: _codec(config, s3, reporter))
-    sources: Sequence[DataSource] = [*spec.data.eval, *spec.data.train]
-    for source in sources:
+    trained = trained_part(spec.data)
+    sources: Sequence[tuple[DataSource, Part]] = [
+        *((source, all_rows) for source in spec.data.eval),
+        *((source, trained) for source in spec.data.train),
+    ]
+    for source, part in sources:
         reporter.phase(Phase.STARTING, f"looking at {source.uri}")
         try:
             check_first_rows(
-                source, spec.data, codec, cache_dir=cache_directory(), s3=s3, token=os.environ.get("HF_TOKEN")
+                source,
+                spec.data,
+                codec,
+                part=part,
+                cache_dir=cache_directory(),
+                s3=s3,
+                token=os.environ.get("HF_TOKEN"),
             )
         except StorageUnavailableError as error:
             log.info("not looked at: %s", error)

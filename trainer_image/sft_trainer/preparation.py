@@ -14,14 +14,18 @@ from sft_api.sequence_parallel import key_repeats
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import positions_warning, schedule_warning
 from sft_api.trainer_config import TrainerConfig
-from sft_api.v1alpha1 import DataSource, SFTJobSpec
+from sft_api.v1alpha1 import HELD_OUT, DataSource, SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import megatron_of
 
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
+from .data.evaluation_set import EvaluationSet
+from .data.held_out import Part, all_rows, held_out_part, trained_part
 from .data.kept import KeptTokens
 from .data.kept_bins import KeptBins
+from .data.source_rows import SourceRows
+from .data.sources import open_source
 from .data.steps import plan_steps
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
@@ -148,33 +152,56 @@ def prepare(
     tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model.path
     tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
 
-    def tokenized(source: DataSource) -> TokenizedSource:
+    def opened(source: DataSource) -> SourceRows:
         reporter.phase(Phase.LOADING, f"looking for {source.uri}")
+        return open_source(
+            source,
+            cache_dir=cache_directory(),
+            s3=S3Settings.from_spec(spec.checkpoint.s3),
+            token=os.environ.get("HF_TOKEN"),
+            on_fetch=_fetching(source.uri, reporter),
+        )
+
+    def tokenized(source: DataSource, rows: SourceRows, part: Part, warn: Callable[[str], None]) -> TokenizedSource:
+        name = part(rows).name
         result = tokenize_source(
+            rows,
             source,
             spec.data,
             tokenizer,
             cache_dir=cache_directory(),
-            s3=S3Settings.from_spec(spec.checkpoint.s3),
-            token=os.environ.get("HF_TOKEN"),
+            part=part,
             kept=kept,
-            on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{source.uri}: {done}/{total} rows"),
-            on_fetch=_fetching(source.uri, reporter),
+            on_progress=lambda done, total: reporter.phase(Phase.TOKENIZING, f"{name}: {done}/{total} rows"),
+            on_fetch=_fetching(name, reporter),
             on_wait=lambda written: reporter.alive(
-                Phase.TOKENIZING, f"{source.uri}: another process is at it, {written / 2**20:.0f} MiB so far"
+                Phase.TOKENIZING, f"{name}: another process is at it, {written / 2**20:.0f} MiB so far"
             ),
-            on_warning=reporter.warn,
+            on_warning=warn,
         )
-        reporter.say("%s: %s", source.uri, result.report.summary())
+        reporter.say("%s: %s", name, result.report.summary())
         for warning in result.report.warnings():
-            reporter.warn(f"{source.uri}: {warning}")
+            warn(f"{name}: {warning}")
         return result
 
     # What is wrong with the small evaluation sets shows before the large ones are read.
-    evaluation = {source.name: tokenized(source) for source in spec.data.eval}
-    train = [tokenized(source) for source in spec.data.train]
+    evaluation = {
+        source.name: EvaluationSet([tokenized(source, opened(source), all_rows, reporter.warn)])
+        for source in spec.data.eval
+    }
+    train, held_out = list[TokenizedSource](), list[TokenizedSource]()
+    evaluated, trained = held_out_part(spec.data), trained_part(spec.data)
+    for source in spec.data.train:
+        rows = opened(source)
+        if evaluated is not None:
+            # What there is to say of these rows is said of the others of the source, which are no fewer.
+            held_out.append(tokenized(source, rows, evaluated, lambda text: None))
+        train.append(tokenized(source, rows, trained, reporter.warn))
+    if held_out:
+        evaluation[HELD_OUT] = EvaluationSet(held_out)
     huggingface: Any = model.blueprint.huggingface
-    check_vocabulary(tokenizer, [*train, *evaluation.values()], huggingface.get_input_embeddings().num_embeddings)
+    sources = [*train, *(source for each in evaluation.values() for source in each.sources)]
+    check_vocabulary(tokenizer, sources, huggingface.get_input_embeddings().num_embeddings)
     steps, epoch_size = plan_steps(spec, config.plan, train, KeptBins(spec, config.plan, train, cache_directory()))
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs

@@ -10,6 +10,7 @@ from sft_api.v1alpha1 import SFTJobSpec
 
 from .boxes import Box
 from .data.batches import StepSchedule
+from .data.evaluation_set import EvaluationSet
 from .data.tokenized import TokenizedSource
 from .first_adapters import FirstAdapters
 from .models.attention_choice import Chosen
@@ -62,7 +63,12 @@ class Prepared:
     """Digests of the files beside the model's weights, by name."""
     tokenizer: Any
     train: Sequence[TokenizedSource]
-    eval: dict[str, TokenizedSource]
+    eval: dict[str, EvaluationSet]
     steps: StepSchedule
     total_steps: int
     epoch_size: int
+
+    @property
+    def sources(self) -> list[TokenizedSource]:
+        """All that was tokenised."""
+        return [*self.train, *(source for each in self.eval.values() for source in each.sources)]

@@ -346,7 +346,7 @@ class Trainer:
             self.saving,
             self.reporter,
             self._stop_file,
-            lambda: [*self.prepared.train, *self.prepared.eval.values()],
+            lambda: self.prepared.sources,
         )
         self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)
 

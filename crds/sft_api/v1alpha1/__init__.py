@@ -1,7 +1,7 @@
 """Version v1alpha1 of the API."""
 
 from .base import ApiModel, ReportModel, Rule
-from .data import DataSource, DataSpec, EvalSource, TrainSource
+from .data import HELD_OUT, DataSource, DataSpec, EvalSource, HeldOutSpec, TrainSource
 from .goodput import GoodputStatus, LostGpuSeconds, SpentSeconds
 from .job import (
     API_VERSION,
@@ -51,6 +51,7 @@ from .workload import (
 __all__ = [
     "API_VERSION",
     "GROUP",
+    "HELD_OUT",
     "IMMUTABLE_SPEC_FIELDS",
     "KIND",
     "PLURAL",
@@ -70,6 +71,7 @@ __all__ = [
     "ExportStatus",
     "FsdpSpec",
     "GoodputStatus",
+    "HeldOutSpec",
     "KeepSpec",
     "LoraSpec",
     "LostGpuSeconds",

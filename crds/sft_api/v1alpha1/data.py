@@ -94,6 +94,19 @@ class EvalSource(DataSource):
     ] = Field(description="Name of the set in metrics and status.")
 
 
+HELD_OUT = "held-out"
+"""What the set of rows that ``data.heldOut`` holds out is called, beside those of ``data.eval``."""
+
+
+class HeldOutSpec(ApiModel):
+    """Rows of the training data that are not trained, and evaluated on instead."""
+
+    fraction: Annotated[float, Field(gt=0, le=0.5)] = Field(
+        description="Which part of the rows of each data.train source is held out: of 0.05 one of every 20 rows, drawn "
+        "at random, the same ones in every run."
+    )
+
+
 class DataSpec(ApiModel):
     """The data, and which tokens of it are trained."""
 
@@ -102,6 +115,11 @@ class DataSpec(ApiModel):
     )
     eval: Annotated[list[EvalSource], Field(max_length=16)] = Field(
         default_factory=list, description="Data sets to evaluate on."
+    )
+    held_out: HeldOutSpec | None = Field(
+        default=None,
+        description="Hold rows of the training data back, and evaluate on them: a set called held-out, beside those of "
+        "data.eval.",
     )
     train_on: Literal["lastAssistantMessage", "allAssistantMessages", "allTokens"] = Field(
         default="lastAssistantMessage",
@@ -141,6 +159,11 @@ class DataSpec(ApiModel):
             lambda self: len({source.name for source in self.eval}) == len(self.eval),
         ),
         Rule(
+            f"!has(self.heldOut) || !has(self.eval) || self.eval.all(s, s.name != '{HELD_OUT}')",
+            f"data.eval has a set called {HELD_OUT}, as data.heldOut calls its own: give it another name",
+            lambda self: self.held_out is None or all(source.name != HELD_OUT for source in self.eval),
+        ),
+        Rule(
             "self.train.all(s, has(s.weight)) || self.train.all(s, !has(s.weight))",
             "give every data.train source a weight, or none of them",
             lambda self: len({source.weight is None for source in self.train}) == 1,
@@ -151,3 +174,8 @@ class DataSpec(ApiModel):
             lambda self: self.sampler == "random" or all(s.weight is None for s in self.train),
         ),
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.eval) or self.held_out is not None

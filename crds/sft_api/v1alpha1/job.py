@@ -63,6 +63,7 @@ _SHARE = (
 )
 
 
+_EVALUATES = "((has(self.data.eval) && size(self.data.eval) > 0) || has(self.data.heldOut))"
 _OVERRIDES = "self.model.configOverrides"
 _ROTARY = f"{_OVERRIDES}.rope_parameters"
 _ZERO = " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in ATTENTION_DROPOUTS)
@@ -253,9 +254,9 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            "self.checkpoint.keep.best == 0 || (has(self.data.eval) && size(self.data.eval) > 0)",
-            "checkpoint.keep.best needs data.eval: the best is the one with the lowest evaluation loss",
-            lambda self: self.checkpoint.keep.best == 0 or len(self.data.eval) > 0,
+            f"self.checkpoint.keep.best == 0 || {_EVALUATES}",
+            "checkpoint.keep.best needs data.eval or data.heldOut: the best is the one with the lowest evaluation loss",
+            lambda self: self.checkpoint.keep.best == 0 or self.data.evaluates,
         ),
         Rule(
             "!has(self.checkpoint.keep.everySteps) || (has(self.checkpoint.everySteps) && "
@@ -271,11 +272,11 @@ class SFTJobSpec(ApiModel):
         ),
         Rule(
             "!(has(self.training.evaluation.everySteps) || has(self.training.evaluation.everyEpochs) || "
-            "self.training.evaluation.beforeTraining) || (has(self.data.eval) && size(self.data.eval) > 0)",
-            "training.evaluation needs data.eval: name the data to evaluate on",
+            f"self.training.evaluation.beforeTraining) || {_EVALUATES}",
+            "training.evaluation needs data.eval or data.heldOut: name the data to evaluate on, or hold rows out",
             lambda self: (
                 not (self.training.evaluation.repeats or self.training.evaluation.before_training)
-                or len(self.data.eval) > 0
+                or self.data.evaluates
             ),
         ),
         Rule(

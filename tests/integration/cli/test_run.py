@@ -144,6 +144,27 @@ def test_rows_as_the_model_sees_them(tiny_inputs: Any, job: Path) -> None:
     assert "2 rows shown: " in shown.stdout
 
 
+def test_rows_that_are_held_out_are_shown_with_the_evaluation_sets(tiny_inputs: Any, job: Path) -> None:
+    document = yaml.safe_load(job.read_text())
+    document["spec"]["data"] |= {"eval": [], "heldOut": {"fraction": 0.05}}
+    job.write_text(yaml.safe_dump(document))
+
+    def shown(*options: str) -> list[str]:
+        result = data(job, *options)
+        assert result.exit_code == 0, result.stderr
+        return result.stdout.splitlines()
+
+    def rows(*options: str) -> list[str]:
+        return [json.loads(line)["text"] for line in shown("-n", "40", "-o", "jsonl", *options)]
+
+    source = f"file://{tiny_inputs.train}"
+    assert shown()[0] == f"{source}: 38 rows of 40, format messages"
+    assert shown("--eval")[0] == f"{source}, held out: 2 rows of 40, format messages"
+    assert (len(rows()), len(rows("--eval")), len({*rows(), *rows("--eval")})) == (38, 2, 40)
+    assert shown("--all")[0].startswith(f"{source}: 38 rows")
+    assert shown("--all", "--eval")[0].startswith(f"{source}, held out: 2 rows")
+
+
 def test_rows_of_what_the_command_line_sets(job: Path) -> None:
     shown = data(job, "--set", "data.train[0].split=train[:2]")
 

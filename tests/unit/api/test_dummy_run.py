@@ -31,7 +31,7 @@ def test_of_any_manifest_it_makes_a_configuration_that_the_trainer_takes(name: s
     assert again.export_uri is None
     place = (job.spec.checkpoint.uri or "s3://platform/sft/ns/tulu-0123").rstrip("/")
     assert again.checkpoint_uri == f"{place}/dummy-run"
-    assert (again.spec.data.eval, again.spec.training.callbacks) == ([], [])
+    assert (again.spec.data.evaluates, again.spec.training.callbacks) == (False, [])
     assert again.spec.checkpoint.every_steps is None
 
 

@@ -33,3 +33,10 @@ def test_what_lies_in_folders_is_counted_and_large_data_is_not_read(tmp_path: Pa
     with beside.open("wb") as file:
         file.truncate(SMALL_BYTES)
     assert measure(spec(tmp_path)) is None
+
+
+def test_rows_that_are_held_out_are_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(f"{json.dumps(ROW)}\n" * 300)
+    data = {"train": [{"uri": f"file://{tmp_path}"}], "heldOut": {"fraction": 0.1}}
+
+    assert measure(job(data=data).spec) == (270, 270 * len(json.dumps(ROW)) / 4)

@@ -251,6 +251,10 @@ def test_of_what_showing_rows_does_not_touch_nothing_is_asked() -> None:
     [claim] = data_out_of_reach(spec, {"HF_TOKEN": "t"}, evaluation=True)
     assert claim.startswith("spec.data.eval[0].uri: pvc://rows/eval.jsonl is a volume of a cluster")
 
+    held_out = job(data={"train": [{"uri": "pvc://rows/train.jsonl"}], "heldOut": {"fraction": 0.05}}).spec
+    [claim] = data_out_of_reach(held_out, {}, evaluation=True)
+    assert claim.startswith("spec.data.train[0].uri: pvc://rows/train.jsonl is a volume of a cluster")
+
     stored = job(data={"train": [{"uri": "s3://rows/a.jsonl"}]}, checkpoint={"s3": {"credentialsSecretRef": "b"}}).spec
     [login] = data_out_of_reach(stored, {}, evaluation=False)
     assert login.startswith("spec.checkpoint.s3.credentialsSecretRef: ")

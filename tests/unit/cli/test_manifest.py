@@ -211,6 +211,7 @@ SENTENCES = {
     "spec.training.epochs?",
     "data: {train: [{uri: hf://org/rows}], max_seq_length: 512}": "unknown field spec.data.max_seq_length; did you "
     "mean spec.data.maxLength?",
+    "val_set_size: 0.05": "unknown field spec.val_set_size; did you mean spec.data.heldOut.fraction?",
     "training: {save_steps: 10}": "unknown field spec.training.save_steps; did you mean spec.checkpoint.everySteps?",
     "training: {evalSteps: 10}": "unknown field spec.training.evalSteps; did you mean "
     "spec.training.evaluation.everySteps?",

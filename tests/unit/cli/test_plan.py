@@ -92,6 +92,13 @@ def test_intervals_in_passes_are_shown() -> None:
     assert shown["checkpoints"].value == "every 10m0s or epoch; kept: the last 2"
 
 
+def test_what_is_evaluated_on_is_told() -> None:
+    one = {"uri": "hf://org/data", "name": "one"}
+    for eval_, told in (([], ""), ([one], "1 set of data.eval and ")):
+        data = {"train": [{"uri": "hf://org/data"}], "eval": eval_, "heldOut": {"fraction": 0.05}}
+        assert decisions(data=data)["evaluation"].why == f"{told}0.05 of the rows of data.train (data.heldOut)"
+
+
 def test_a_batch_that_was_rounded_says_from_what() -> None:
     shown = decisions(training={"globalBatchTokens": 10_000})
 

@@ -19,7 +19,7 @@ from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import Store
 from sft_trainer.data import tokenize
 from sft_trainer.data.kept import KeptTokens
-from sft_trainer.data.tokenize import TokenizedSource, _bytes_written, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource, _bytes_written
 from sft_trainer.data.writing import JOURNAL_FILE
 from sft_trainer.entering import Entered
 from sft_trainer.errors import AccessDeniedError, StorageUnavailableError
@@ -28,6 +28,7 @@ from sft_trainer.keeps_tokens import KeepsTokens, kept_tokens
 from sft_trainer.topology import ALONE
 from sft_trainer.trainer import Trainer
 from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.unit.data.tokenizing import tokenize_source
 
 
 class Node:

@@ -20,12 +20,12 @@ from sft_trainer.data.beginning import read_beginning
 from sft_trainer.data.first_rows import check_first_rows
 from sft_trainer.data.packed import CODECS, opened
 from sft_trainer.data.source_rows import SourceRows, open_path
-from sft_trainer.data.tokenize import tokenize_source
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.errors import DataError, StorageUnavailableError
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.data.packing import packed
 from tests.unit.data.previews import preview_source
+from tests.unit.data.tokenizing import tokenize_source
 
 ROWS = [{"n": str(i), "text": f"é{i}"} for i in range(1100)]
 LINES = "\ufeff\n" + "".join(f"{json.dumps(row, ensure_ascii=False)}\n" + "\n" * (i % 2) for i, row in enumerate(ROWS))

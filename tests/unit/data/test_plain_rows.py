@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data.first_rows import check_first_rows
 from sft_trainer.data.preview import Preview, render_text, to_jsonl
-from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.errors import DataError, ModelError
 from tests.parity.mask_tokenizers import BOS, EOS, Kind, chat_tokenizer
 from tests.unit.data.previews import preview_source
+from tests.unit.data.tokenizing import tokenize_source
 
 TEXT = "The answer is\n\n four, 你好 🙂 "
 

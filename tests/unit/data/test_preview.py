@@ -10,9 +10,9 @@ import pytest
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data.preview import Preview, render_text, to_jsonl
-from sft_trainer.data.tokenize import tokenize_source
 from tests.parity.mask_tokenizers import Kind, chat_tokenizer
 from tests.unit.data.previews import preview_source
+from tests.unit.data.tokenizing import tokenize_source
 
 ROWS = [
     {"messages": [{"role": "user", "content": "é 🙂"}, {"role": "assistant", "content": "The 🙂\nway"}]},

@@ -20,12 +20,12 @@ from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.data import tokenize
 from sft_trainer.data.first_rows import check_first_rows
-from sft_trainer.data.tokenize import tokenize_source
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.errors import DataError
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.data.previews import preview_source
+from tests.unit.data.tokenizing import tokenize_source
 
 TEXTS = ["", "", "a", " ", "\n", "\r\n", "é", "🙂👩‍👩‍👧", "\u2028", "\x00", "\ufeff", '"', "The ", "\nThe"]
 TEXTS += ["e\u0301", "\u0301", "<|im_end", "你好", "{{ 1 }}", "</think>", "x" * 60, "ﬁ", "각", "assistant\n"]

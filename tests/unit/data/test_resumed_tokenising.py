@@ -17,12 +17,13 @@ import pytest
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data import tokenize
-from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource
 from sft_trainer.data.tokenized import EXAMPLES_FILE
 from sft_trainer.data.writing import JOURNAL_FILE
 from sft_trainer.errors import StorageFullError, TrainingError
 from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.unit.data.test_tokenize import row, write
+from tests.unit.data.tokenizing import tokenize_source
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CHUNK = 40

@@ -12,10 +12,11 @@ from pyarrow import parquet
 
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_trainer.data import tokenize
-from sft_trainer.data.tokenize import TokenizedSource, tokenize_source
+from sft_trainer.data.tokenize import TokenizedSource
 from sft_trainer.data.tokenized import Counts, LengthStatistics, TokenizationReport
 from sft_trainer.errors import DataError
 from tests.parity.mask_tokenizers import chat_tokenizer
+from tests.unit.data.tokenizing import tokenize_source
 
 
 def row(question: str, answer: str, **more: Any) -> dict[str, Any]:

@@ -107,6 +107,16 @@ def test_adapters_that_the_run_begins_with_are_in_it(place: Path, monkeypatch: p
     assert re.fullmatch(rf"file://{folder} with files [0-9a-f]{{16}}", found[0]["lora.adapterUri"])
 
 
+def test_rows_that_are_held_out_are_looked_at(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(fraction: float) -> str:
+        train = [{"uri": f"file://{place}/data/train.jsonl", "split": "train[:20]"}]
+        data = {"train": train, "maxLength": 256, "heldOut": {"fraction": fraction}}
+        return fingerprint(*prepared(place, monkeypatch, data=data))["data.heldOut"]
+
+    assert re.fullmatch("rows with tokens [0-9a-f]{16}", seen(0.1))
+    assert seen(0.1) != seen(0.5)
+
+
 def test_megatron_is_looked_at_where_it_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "megatron-core" not in fingerprint(*prepared(place, monkeypatch))
     assert fingerprint(*prepared(place, monkeypatch, strategy={"megatron": {}}))["megatron-core"]

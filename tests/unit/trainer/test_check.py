@@ -52,6 +52,13 @@ def test_evaluation_data_is_looked_at_too(job: dict[str, Any], tmp_path: Path) -
         look(job, tmp_path)
 
 
+def test_a_source_of_which_nothing_would_be_held_out_is_refused_at_once(job: dict[str, Any], tmp_path: Path) -> None:
+    job["spec"]["data"] |= {"eval": [], "heldOut": {"fraction": 0.05}}
+    job["spec"]["data"]["train"][0]["split"] = "train[:19]"
+    with pytest.raises(DataError, match=r"of its 19 rows data\.heldOut\.fraction 0\.05 holds out none"):
+        look(job, tmp_path)
+
+
 def test_a_place_that_cannot_be_written_comes_first(job: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     job["spec"]["data"]["train"] = [{"uri": "file:///no/such/rows.jsonl"}]

@@ -95,7 +95,7 @@ def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path, source: P
 
 
 def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) -> None:
-    config = resolve(job(Path("/inputs"), Path("/store")))
+    config = resolve(job(Path("/inputs"), Path("/store"), data={"heldOut": {"fraction": 0.05}}))
     metrics = {"loss": 1.25, "evalLoss": None}
     manifest = save(whole({"a": torch.zeros(2)}), LocalStore(tmp_path), metrics=metrics, tokens_seen=512)
     card = model_card(config, manifest, build_on_meta(source))
@@ -107,6 +107,7 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
         "| tokens | 512 |",
         "| training loss | 1.25 |",
         "| peak learning rate | 0.001 |",
+        "| held out of training | 0.05 of the rows |",
     ]
     begun = resolve(job(Path("/inputs"), Path("/store"), lora={"adapterUri": "hf://org/adapters"}))
     assert "| adapters began as those of | `hf://org/adapters` |" in model_card(begun, manifest, build_on_meta(source))

@@ -11,8 +11,10 @@ import torch
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer import preparation
+from sft_trainer.data.source_rows import SourceRows
 from sft_trainer.errors import StorageUnavailableError
 from sft_trainer.preparation import prepare
+from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
@@ -76,6 +78,33 @@ def test_what_became_of_rows_is_said_with_the_source_that_had_them(
     assert f"{sources[1]['uri']}: 3 rows, 1 dropped without a trained token; 2 examples of " in caplog.text
 
 
+def test_rows_of_all_sources_that_are_held_out_are_one_set_beside_the_others(
+    tmp_path: Path, tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two sources, of which one in ten rows is held out, and an evaluation set besides
+    monkeypatch.setenv("SFT_CACHE_DIR", str(tmp_path / "cache"))
+    train = [{"uri": f"file://{tiny_inputs.train}", "split": f"train[{part}]"} for part in (":40", "40:60")]
+    evaluation = [{"uri": f"file://{tiny_inputs.eval}", "split": "test[:5]", "name": "other"}]
+
+    def prepared(seed: int, **data: Any) -> Prepared:
+        sections = {"data": {"train": train, "eval": evaluation, **data}, "training": {"seed": seed}}
+        config = resolve(manifest(tiny_inputs.model.parent, tmp_path, **sections))
+        return prepare(config, Reporter(tmp_path, writes=False), torch.device("cpu"))
+
+    # When they are prepared
+    ready, whole = prepared(1, heldOut={"fraction": 0.1}), prepared(1)
+
+    # Then they are trained without it, and it is the set that comes last
+    assert [each.report.rows for each in ready.train] == [36, 18]
+    assert (ready.epoch_size, whole.epoch_size) == (54, 60)
+    assert [*ready.eval] == ["other", "held-out"]
+    assert [each.report.rows for each in ready.eval["held-out"].sources] == [4, 2]
+    assert len(ready.sources) == 5
+
+    # And the same rows are held out with another seed
+    assert prepared(2, heldOut={"fraction": 0.1}).eval["held-out"].digest == ready.eval["held-out"].digest
+
+
 def test_a_warm_up_of_more_steps_than_the_data_gives_is_warned_of(
     tmp_path: Path, tiny_inputs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,15 +124,19 @@ def test_data_is_looked_for_downloaded_and_tokenised(tmp_path: Path, monkeypatch
     reporter = Reporter(tmp_path, writes=False)
     said = []
 
-    def tokenize_source(source: Any, *_: Any, on_fetch: Any, on_progress: Any, **__: Any) -> None:
+    def open_source(source: Any, *, on_fetch: Any, **_: Any) -> SourceRows:
         said.append(looks(tmp_path))
         on_fetch(2**29)
         said.append(looks(tmp_path))
+        return SourceRows(source.uri, "", ())
+
+    def tokenize_source(*_: Any, on_progress: Any, **__: Any) -> None:
         on_progress(0, 5)
         said.append(looks(tmp_path))
         raise StorageUnavailableError("that is enough")
 
     monkeypatch.setattr(preparation, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(preparation, "open_source", open_source)
     monkeypatch.setattr(preparation, "tokenize_source", tokenize_source)
     with pytest.raises(StorageUnavailableError, match="that is enough"):
         prepare(resolve(manifest(tmp_path, tmp_path / "store")), reporter, torch.device("cpu"))

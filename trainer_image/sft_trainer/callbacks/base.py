@@ -119,7 +119,7 @@ class Control:
         """For what reason a stop was asked."""
 
     def evaluate(self) -> None:
-        """Evaluate on ``data.eval``; nothing where there is none."""
+        """Evaluate on ``data.eval`` and ``data.heldOut``; nothing where there is neither."""
         self.requested.add("evaluate")
 
     def save(self) -> None:

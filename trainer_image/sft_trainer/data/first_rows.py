@@ -15,6 +15,7 @@ from sft_trainer.fetch import listing, localise
 from .beginning import Beginning, read_beginning
 from .examples import Settings, mark_row
 from .formats import check_named, read_row
+from .held_out import Part, all_rows
 from .readers import Row
 from .source_rows import METADATA, SMALL_BYTES, bytes_below, choose_files, find_files, group_files
 from .sources import open_source
@@ -35,11 +36,12 @@ def check_first_rows(
     data: "DataSpec",
     codec: LazyCodec,
     *,
+    part: Part = all_rows,
     cache_dir: Path,
     s3: "S3Settings",
     token: str | None,
 ) -> None:
-    """Raise what ``tokenize_source`` would raise for the beginning of ``source``.
+    """Raise what ``tokenize_source`` would raise for the beginning of ``source``, and for want of rows of ``part``.
 
     ``codec`` is asked last, as it takes longest; without one rows are only read, not rendered.
     """
@@ -53,6 +55,7 @@ def check_first_rows(
         rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token)
         settings = settings_for(rows, source, data)
         check_named_columns(rows, settings)
+        part(rows)
         for place, row in rows.read(0, min(_ROWS, len(rows))):
             _check_row(place, row, settings, codec)
 

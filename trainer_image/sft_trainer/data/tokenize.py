@@ -30,10 +30,10 @@ from sft_trainer.locks import locked
 
 from .examples import Settings, mark_row, to_examples
 from .formats import Columns, check_named, detect_format
+from .held_out import Part, Rows, all_rows
 from .hints import beside_text
 from .readers import Row
 from .source_rows import SourceRows
-from .sources import open_source
 from .tokenized import ARRIVING, EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
 from .tokenizer import Codec
 from .writing import ExamplesWriter
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from sft_api.v1alpha1 import DataSource, DataSpec
-    from sft_trainer.checkpoint.store import S3Settings
 
     from .kept import KeptTokens
 
@@ -59,13 +58,13 @@ _ROWS_FOR_PROCESSES = 2000
 
 
 def tokenize_source(
+    whole: SourceRows,
     source: "DataSource",
     data: "DataSpec",
     tokenizer: "PreTrainedTokenizerFast",
     *,
     cache_dir: Path,
-    s3: "S3Settings | None" = None,
-    token: str | None = None,
+    part: Part = all_rows,
     kept: "KeptTokens | None" = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_fetch: Callable[[int], None] = lambda downloaded: None,
@@ -74,23 +73,24 @@ def tokenize_source(
 ) -> TokenizedSource:
     """The examples of ``source`` in the order of its rows, from the cache, from what is ``kept`` of them, or made now.
 
-    ``on_fetch(bytes downloaded)`` is called while files come from elsewhere, ``on_progress(rows done, rows in all)``
-    when it begins and as chunks of rows are finished, ``on_wait(bytes written)`` while another process does the same
-    and gets on with it, ``on_warning`` with a sentence for what the user may not expect of the files. Raises DataError
-    for rows that cannot be read or have no exact mask, saying which and what to change, and when no row is left.
+    ``whole`` are all of these; where a ``part`` is named only that is meant. ``on_progress(rows done, rows in all)`` is
+    called when it begins and as chunks of rows are finished, ``on_fetch(bytes downloaded)`` while what is kept comes,
+    ``on_wait(bytes written)`` while another process does the same and gets on with it, ``on_warning`` with a sentence
+    for what the user may not expect of the files. Raises DataError for rows that cannot be read or have no exact mask,
+    saying which and what to change, when no row is left, and what ``part`` raises.
     """
-    rows = open_source(source, cache_dir=cache_dir, s3=s3, token=token, on_fetch=on_fetch)
-    settings = settings_for(rows, source, data)
+    settings = settings_for(whole, source, data)
     codec = Codec.of(tokenizer)
-    for warning in warnings_of(rows, source, settings, codec):
+    for warning in warnings_of(whole, source, settings, codec):
         on_warning(warning)
+    rows = part(whole)
     folder = cache_dir / "tokenized" / _cache_key(rows, settings, codec)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_suffix(".lock"), lambda: _bytes_written(folder), on_wait):
         if cached := _open_cached(folder):
             on_progress(len(rows), len(rows))
             return cached
-        check_named_columns(rows, settings)
+        check_named_columns(whole, settings)
         # One a machine: locks do not hold between machines on every file system. A pod that takes the place of another
         # has its name.
         work = folder.with_name(f"{_unfinished(folder)}{socket.gethostname()}")
@@ -241,7 +241,7 @@ def _nothing_left(counts: Counts, max_length: int) -> str:
 
 
 def _write_examples(
-    rows: SourceRows,
+    rows: Rows,
     settings: Settings,
     codec: Codec,
     workers: int,
@@ -276,7 +276,7 @@ def _write_examples(
         writer.close(report)
 
 
-def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int, first: int) -> Iterator[Chunk]:
+def _chunks(rows: Rows, settings: Settings, codec: Codec, workers: int, first: int) -> Iterator[Chunk]:
     """Chunks in the order of the rows from ``first``, whatever the number of processes."""
     starts = range(first, len(rows), _ROWS_PER_CHUNK)
     processes = min(workers, len(starts), _usable_cpus())
@@ -304,10 +304,10 @@ def _chunks(rows: SourceRows, settings: Settings, codec: Codec, workers: int, fi
         executor.shutdown(cancel_futures=True)
 
 
-_job: tuple[SourceRows, Settings, Codec]
+_job: tuple[Rows, Settings, Codec]
 
 
-def _start_worker(rows: SourceRows, settings: Settings, codec: Codec) -> None:
+def _start_worker(rows: Rows, settings: Settings, codec: Codec) -> None:
     global _job  # a worker process has one job, sent once instead of with every chunk
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: the processes are the parallelism
     _job = (rows, settings, codec)
@@ -322,7 +322,7 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cache_key(rows: SourceRows, settings: Settings, codec: Codec) -> str:
+def _cache_key(rows: Rows, settings: Settings, codec: Codec) -> str:
     from importlib.metadata import version
 
     libraries = [version(name) for name in ("tokenizers", "transformers", "jinja2")]

@@ -121,6 +121,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         "peak learning rate": config.plan.learning_rate,
     }
     lora, modules = config.spec.lora, config.spec.training.trainable_modules
+    if (held_out := config.spec.data.held_out) is not None:
+        facts["held out of training"] = f"{held_out.fraction:g} of the rows"
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
         facts["adapters"] = lora.in_words

@@ -83,7 +83,7 @@ class FsdpStrategy:
         self.auxiliary = self._balance > 0
         if self.auxiliary:
             blueprint.keep_router_logits()
-        self._compiles, self._evaluates = config.plan.compile, bool(spec.data.eval)
+        self._compiles, self._evaluates = config.plan.compile, spec.data.evaluates
         self._together = (
             BinsPerForward(memory, bin_tokens, device) if memory and not draws_random_numbers(blueprint) else None
         )
