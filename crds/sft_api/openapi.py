@@ -4,6 +4,7 @@ Pydantic writes JSON Schema 2020-12; a structural schema has no ``$ref``, no ``n
 ``exclusiveMinimum: true`` beside ``minimum``.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel
@@ -49,12 +50,25 @@ def structural_schema(model: type[BaseModel]) -> Schema:
 
 def without_defaults(schema: Schema) -> Schema:
     """``schema`` with no default anywhere: for status, which its writer writes whole."""
-    result = {key: value for key, value in schema.items() if key != "default"}
+    return _within({key: value for key, value in schema.items() if key != "default"}, without_defaults)
+
+
+def without_defaults_below_lists(schema: Schema) -> Schema:
+    """``schema`` with no default in items of lists, which Argo CD and `kubectl apply` merge as a whole: what the API
+    server filled in there would differ from the manifest for ever."""
+    if "items" in schema:
+        return {**schema, "items": without_defaults(schema["items"])}
+    return _within(schema, without_defaults_below_lists)
+
+
+def _within(schema: Schema, change: Callable[[Schema], Schema]) -> Schema:
+    """``schema``, with ``change`` made to the schemas right below it."""
+    result = dict(schema)
     if "properties" in result:
-        result["properties"] = {name: without_defaults(field) for name, field in result["properties"].items()}
+        result["properties"] = {name: change(field) for name, field in result["properties"].items()}
     for key in ("items", "additionalProperties"):
         if key in result:
-            result[key] = without_defaults(result[key])
+            result[key] = change(result[key])
     return result
 
 

@@ -210,6 +210,9 @@ _LONG_NAME = "a" * 253
 _MAP = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'v' * 63}" for number in range(32))
 _RESOURCES = ", ".join(f"{'d' * 200}.example.com/{'n' * 60}{number}: {'9' * 18}" for number in range(16))
 
+_ARGUMENTS = ", ".join(f"{'a' * 60}{number}: {'v' * 1024}" for number in range(16))
+_TOLERATIONS = [f"{{key: {'k' * 317}, value: {'v' * 63}}}"] * 32
+_CALLBACKS = ", ".join([f"{{class: '{'m' * 200}:{'C' * 55}', arguments: {{{_ARGUMENTS}}}}}"] * 16)
 _LONG_MODULES = ", ".join(["m" * 253] * 128)
 
 # Every list, map and string with a rule at its bound: what the rules cost is counted while they are evaluated.
@@ -222,11 +225,11 @@ LARGEST = manifest(
         + "], eval: ["
         + ", ".join(f"{{uri: '{_LONG_URI}', name: {'n' * 60}{number}}}" for number in range(16))
         + "]}",
-        "training": f"{{trainableModules: [{_LONG_MODULES}]}}",
+        "training": f"{{trainableModules: [{_LONG_MODULES}], callbacks: [{_CALLBACKS}]}}",
         "strategy": "{fsdp: {shardDegree: 64, sequenceParallelDegree: 64}}",
         "compute": f"{{gpusPerNode: 64, labels: {{{_MAP}}}, annotations: {{{_MAP}}}, nodeSelector: {{{_MAP}}}, "
         f"resources: {{requests: {{{_RESOURCES}}}, limits: {{{_RESOURCES}}}}}, imagePullSecrets: "
-        f"[{', '.join([_LONG_NAME] * 8)}], env: ["
+        f"[{', '.join([_LONG_NAME] * 8)}], tolerations: [{', '.join(_TOLERATIONS)}], env: ["
         + ", ".join(f"{{name: {'A' * 251}{number}, value: {'v' * 4096}}}" for number in range(10, 74))
         + "]}",
         "checkpoint": f"{{uri: '{_LONG_STORE}'}}",
@@ -260,6 +263,16 @@ EXPERTS = manifest(
     }
 )
 
+# Each rule on an item of a list where the item leaves out what has a default.
+SHORT_ITEMS = manifest(
+    {
+        "data": "{train: [{uri: hf://org/rows, columns: {instruction: question}}, {uri: hf://org/rows, format: text}], "
+        "eval: [{name: a, uri: hf://org/rows, columns: {text: body}}, {name: b, uri: hf://org/rows, format: alpaca}]}",
+        "training": '{callbacks: [{class: "team.watch:Loss"}]}',
+        "compute": "{tolerations: [{key: a}, {key: b, value: c}, {operator: Exists}]}",
+    }
+)
+
 GOOD = {
     "shortest": SHORTEST,
     "nulls": NULLS,
@@ -273,5 +286,6 @@ GOOD = {
     "neighbours of the bad": NEIGHBOURS,
     "nothing exported": NOTHING_EXPORTED,
     "adapters of experts": EXPERTS,
+    "short items": SHORT_ITEMS,
     "largest": LARGEST,
 }

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from sft_api.crd import resource_schema
 from sft_api.generate import ROOT
+from sft_api.openapi import without_defaults_below_lists
 from sft_api.v1alpha1 import IMMUTABLE_SPEC_FIELDS, SFTJob, SFTJobSpec, SFTJobStatus
 from sft_cli.kubernetes_yaml import YamlError, read_documents
 from sft_cli.manifest import load_manifest
@@ -99,11 +100,42 @@ def test_server_and_python_fill_in_the_same_defaults(api: KubernetesApi, text: s
     job = load_manifest(text)
 
     assert answer.accepted, answer.body
-    assert answer.body["spec"] == job.spec.model_dump(mode="json", exclude_none=True)
+    filled_in = job.spec.model_dump(mode="json", exclude_none=True)
+    given = job.spec.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    assert answer.body["spec"] == _with_lists_of(given, filled_in)
     assert SFTJob.from_manifest(answer.body) == job.model_copy(
         update={"metadata": SFTJob.from_manifest(answer.body).metadata}
     )
     assert "status" not in answer.body
+
+
+def _with_lists_of(given: dict[str, Any], filled_in: dict[str, Any]) -> dict[str, Any]:
+    """``filled_in``, but for what stands in items of lists."""
+    result = {}
+    for name, value in filled_in.items():
+        if isinstance(value, dict):
+            result[name] = _with_lists_of(given.get(name, {}), value)
+        else:
+            result[name] = given.get(name, value) if isinstance(value, list) else value
+    return result
+
+
+@pytest.mark.parametrize("title", sorted(GOOD.keys() - {"nulls"}))
+def test_what_the_server_makes_of_a_manifest_is_no_difference_to_it(api: KubernetesApi, title: str) -> None:
+    """Argo CD merges a manifest into the live object as a server-side apply does, which replaces lists: an item that
+    the manifest writes without a default and the live object has with it would differ, for ever."""
+    text = GOOD[title]
+    live = try_to_create(api, text).body["spec"]
+    (document,) = read_documents(text)
+
+    assert _merged(document["spec"], live) == live
+
+
+def _merged(patch: Any, value: Any) -> Any:
+    """``value`` after a merge of ``patch``, which has no nulls: objects by their fields, all else as a whole."""
+    if not isinstance(patch, dict) or not isinstance(value, dict):
+        return patch
+    return value | {name: _merged(item, value.get(name)) for name, item in patch.items()}
 
 
 def test_the_good_manifests_give_every_field_of_the_spec() -> None:
@@ -126,14 +158,21 @@ CHANGES_REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("lora", {"lora": None}),
     ("data", {"data": {"train": [{"uri": "hf://org/other"}]}}),
     ("data", {"data": {"eval": []}}),
+    ("data", {"data": {"eval": [{"name": "b", "uri": "hf://org/rows"}]}}),
+    ("data", {"data": {"eval": [{"name": "a", "uri": "hf://org/other"}]}}),
+    ("data", {"data": {"train": [{"uri": "hf://org/rows"}, {"uri": "hf://org/rows"}]}}),
+    ("data", {"data": {"maxLength": 4095}}),
     ("data", {"data": None}),
     ("training", {"training": {"steps": 1001}}),
     ("training", {"training": {"steps": None, "epochs": 1}}),
     ("training", {"training": None}),
+    ("training", {"training": {"callbacks": [{"class": "team.watch:Other"}]}}),
     ("strategy", {"strategy": {"fsdp": {"shardDegree": 1}}}),
     ("strategy", {"strategy": None}),
     ("compute", {"compute": {"nodes": 2}}),
     ("compute", {"compute": {"env": [{"name": "A", "value": "b"}]}}),
+    ("compute", {"compute": {"tolerations": []}}),
+    ("compute", {"compute": {"image": "registry.example/trainer:2"}}),
     ("checkpoint", {"checkpoint": {"everySeconds": 601}}),
     ("checkpoint", {"checkpoint": {"uri": None}}),
     ("export", {"export": {"atEnd": False}}),
@@ -152,6 +191,8 @@ CHANGES_ALLOWED: list[dict[str, Any]] = [
     {"runPolicy": {"activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 60}},
     {"runPolicy": {"activeDeadlineSeconds": None, "ttlSecondsAfterFinished": None}},
     {"training": {"microBatchSize": 1}, "compute": {"nodes": 1}, "export": {"atEnd": True}},
+    {"training": {"callbacks": [{"class": "team.watch:Loss", "arguments": {}}]}},
+    {"compute": {"tolerations": [{"key": "a", "operator": "Equal"}]}},
 ]
 CHANGED_JOB = """\
 apiVersion: sftjob.dev/v1alpha1
@@ -161,9 +202,9 @@ spec:
   model: {uri: hf://org/name, tokenSecretRef: {name: hub}}
   lora: {rank: 8}
   data: {train: [{uri: hf://org/rows}], eval: [{name: a, uri: hf://org/rows}]}
-  training: {steps: 1000}
+  training: {steps: 1000, callbacks: [{class: "team.watch:Loss"}]}
   strategy: {fsdp: {}}
-  compute: {}
+  compute: {tolerations: [{key: a}]}
   checkpoint: {uri: s3://bucket/runs}
   runPolicy: {terminationGracePeriodSeconds: 120}
 """
@@ -199,6 +240,59 @@ def test_what_only_steers_the_run_may_change(api: KubernetesApi, job_path: str, 
     answer = api.request("PATCH", job_path, json.dumps({"spec": change}), MERGE_PATCH)
 
     assert answer.accepted, answer.body
+
+
+SOURCE: dict[str, Any] = {
+    "uri": "hf://org/rows",
+    "split": "train[:50%]",
+    "subset": "en",
+    "format": "alpaca",
+    "messagesKey": "chat",
+    "columns": {"output": "answer"},
+    "toolsKey": "functions",
+    "systemKey": "prompt",
+}
+EVERY_ITEM: list[tuple[str, str, dict[str, Any]]] = [
+    ("data", "train", SOURCE | {"weight": 2.5}),
+    ("data", "eval", SOURCE | {"name": "a"}),
+    ("training", "callbacks", {"class": "team.watch:Loss", "arguments": {"loss": "1.2"}}),
+    ("compute", "tolerations", {"key": "a", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}),
+    ("compute", "tolerations", {"key": "a", "value": "b"}),
+]
+"""Section and list, and items that have between them each field of it, with another value than its default."""
+
+
+def test_every_field_of_every_item_that_has_defaults_is_tried() -> None:
+    spec = resource_schema()["properties"]["spec"]["properties"]
+    tried: dict[tuple[str, str], set[str]] = {}
+    for section, name, item in EVERY_ITEM:
+        tried.setdefault((section, name), set()).update(item)
+
+    assert tried == {
+        (section, name): set(field["items"]["properties"])
+        for section, schema in spec.items()
+        for name, field in schema.get("properties", {}).items()
+        if field != without_defaults_below_lists(field)
+    }
+
+
+@pytest.mark.parametrize(("section", "name", "item"), EVERY_ITEM, ids=lambda value: str(value)[:40])
+def test_no_field_of_an_item_may_go(api: KubernetesApi, section: str, name: str, item: dict[str, Any]) -> None:
+    (document,) = read_documents(SHORTEST)
+    document["metadata"] = {"generateName": "items-"}
+    document["spec"].setdefault(section, {})[name] = [item]
+    created = api.request("POST", SFTJOBS, json.dumps(document), "application/json")
+    assert created.accepted, created.body
+    path = f"{SFTJOBS}/{created.body['metadata']['name']}"
+
+    for gone in item:
+        without = {field: value for field, value in item.items() if field != gone}
+        answer = api.request("PATCH", path, json.dumps({"spec": {section: {name: [without]}}}), MERGE_PATCH)
+        assert not answer.accepted, gone
+        assert (
+            f"spec.{section} cannot be changed" in answer.body["message"]
+            or ": Required value" in answer.body["message"]
+        )
 
 
 def test_optional_blocks_cannot_be_added_later(api: KubernetesApi) -> None:
@@ -244,6 +338,77 @@ def test_of_a_stored_job_that_a_new_rule_refuses_all_but_the_spec_may_change(
     assert [told.accepted, marked.accepted, finalized.accepted, let_go.accepted] == [True] * 4
     assert [field for field, _ in suspended.causes] == ["spec"]
     assert A_NEW_RULE in suspended.body["message"]
+
+
+SHORT_ITEMS = manifest(
+    {
+        "data": "{train: [{uri: hf://org/rows}, {uri: hf://org/other, split: test}], eval: [{name: a, uri: hf://org/a}]}",
+        "training": '{callbacks: [{class: "team.watch:Loss"}]}',
+        "compute": "{tolerations: [{key: a, value: b}]}",
+    },
+    name="applied",
+)
+
+
+@pytest.fixture
+def crd_with_all_defaults(api: KubernetesApi, server: Cluster) -> Iterator[None]:
+    """The API server fills in items of lists too, as by earlier CRDs, until the test has the CRD of today served."""
+    _serve(api, server, resource_schema())
+    yield
+    _serve(api, server, SERVED)
+
+
+SERVED = without_defaults_below_lists(resource_schema())
+
+
+def _serve(api: KubernetesApi, server: Cluster, schema: dict[str, Any]) -> None:
+    pointer = "/spec/versions/0/schema/openAPIV3Schema"
+    _patch_definition(server, {"op": "replace", "path": pointer, "value": schema})
+    filled_in = schema != SERVED
+    wait_until(lambda: ("format" in try_to_create(api, SHORTEST).body["spec"]["data"]["train"][0]) is filled_in)
+
+
+@pytest.mark.usefixtures("crd_with_all_defaults")
+def test_a_manifest_that_is_applied_again_changes_no_job_of_an_earlier_crd(api: KubernetesApi, server: Cluster) -> None:
+    """`kubectl apply`, by either side, replaces lists: it takes away what an earlier CRD has filled in there."""
+    jobs = {"client": "--server-side=false", "server": "--server-side"}
+
+    def apply(split: str = "test") -> dict[str, str]:
+        said = {}
+        for name, how in jobs.items():
+            text = SHORT_ITEMS.replace("name: applied", f"name: {name}").replace("split: test", f"split: {split}")
+            done = server.kubectl("apply", how, "-n", NAMESPACE, "-f", "-", stdin=text, check=False)
+            said[name] = done.stdout if done.returncode == 0 else f"not applied: {done.stderr}"
+        return said
+
+    def stored() -> dict[str, dict[str, Any]]:
+        return {name: server.get("sftjob", name, "-n", NAMESPACE) for name in jobs}
+
+    apply()
+    before = stored()
+    _serve(api, server, SERVED)
+    refused = apply(split="train")
+    again = apply()
+    after = stored()
+    third = apply()
+    at_last = stored()
+    _serve(api, server, resource_schema())
+    rolled_back = apply()
+
+    assert third["client"] == "sftjob.sftjob.dev/client unchanged\n"
+    for name in jobs:
+        assert before[name]["spec"]["compute"]["tolerations"] == [{"key": "a", "value": "b", "operator": "Equal"}]
+        assert before[name]["spec"]["data"]["eval"][0]["format"] == "auto"
+        assert "spec.data cannot be changed after creation" in refused[name]
+        assert again[name].startswith(f"sftjob.sftjob.dev/{name} ")
+        assert after[name]["spec"]["data"]["train"] == [
+            {"uri": "hf://org/rows"},
+            {"uri": "hf://org/other", "split": "test"},
+        ]
+        assert SFTJob.from_manifest(after[name]).spec == SFTJob.from_manifest(before[name]).spec
+        assert at_last[name]["metadata"]["generation"] == after[name]["metadata"]["generation"]
+        assert rolled_back[name].startswith(f"sftjob.sftjob.dev/{name} ")
+    assert {name: job["spec"] for name, job in stored().items()} == {name: job["spec"] for name, job in before.items()}
 
 
 def _patch_definition(server: Cluster, change: dict[str, Any]) -> None:
@@ -341,6 +506,8 @@ def test_explain_reads_well(server: Cluster) -> None:
     assert "maxLength <integer> Longest example, in tokens. Default: 4096." in shown
     assert "overlong <string> enum: drop, truncate, split, error What happens to longer examples." in shown
     assert "train <[]Object> -required- Data sets to train on." in shown
+    below_a_list = " ".join(_explained(server, "sftjob.spec.data.train.messagesKey").split())
+    assert "must be in the data. Default: messages." in below_a_list
 
 
 def _explained(server: Cluster, field: str) -> str:

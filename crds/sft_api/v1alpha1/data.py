@@ -69,7 +69,8 @@ class DataSource(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            f"self.format == 'auto' || self.columns.all(name, name in {COLUMNS}[self.format])",
+            "!has(self.format) || self.format == 'auto' || !has(self.columns) || "
+            f"self.columns.all(name, name in {COLUMNS}[self.format])",
             "columns names a column that the format does not have: leave it out, or correct format",
             lambda self: self.format == "auto" or set(self.columns) <= set(COLUMNS[self.format]),
         ),

@@ -121,12 +121,12 @@ class TolerationSpec(ApiModel):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "self.operator == 'Equal' || !has(self.value)",
+            "!has(self.operator) || self.operator == 'Equal' || !has(self.value)",
             "a toleration with operator: Exists has no value",
             lambda self: self.operator == "Equal" or self.value is None,
         ),
         Rule(
-            "has(self.key) || self.operator == 'Exists'",
+            "has(self.key) || (has(self.operator) && self.operator == 'Exists')",
             "a toleration without key needs operator: Exists",
             lambda self: self.key is not None or self.operator == "Exists",
         ),

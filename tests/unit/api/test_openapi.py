@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from sft_api.crd import custom_resource_definition, resource_schema
-from sft_api.openapi import structural_schema, without_defaults
+from sft_api.openapi import structural_schema, without_defaults, without_defaults_below_lists
 from sft_api.v1alpha1.base import ApiModel, Rule, matches
 
 STRUCTURAL_KEYS = {
@@ -105,6 +105,23 @@ def test_status_has_no_defaults() -> None:
     schema = {"properties": {"a": {"default": 1, "items": {"default": 2}}}, "default": {}}
 
     assert without_defaults(schema) == {"properties": {"a": {"items": {}}}}
+
+
+def test_items_of_lists_have_no_defaults_and_still_tell_them() -> None:
+    fields = without_defaults_below_lists(structural_schema(Outer))["properties"]
+
+    assert fields["several"]["items"]["properties"]["size"] == {
+        "description": "Its size. Default: 4.",
+        "type": "integer",
+        "format": "int64",
+        "minimum": 0,
+        "exclusiveMinimum": True,
+        "maximum": 2**31,
+    }
+    assert fields["several"]["default"] == []
+    # Maps are merged by their keys, as objects are.
+    for kept in (fields["inner"], fields["named"]["additionalProperties"]):
+        assert kept["properties"]["size"]["default"] == 4
 
 
 @pytest.mark.parametrize(("path", "schema"), list(resource_schema()["properties"].items()))
