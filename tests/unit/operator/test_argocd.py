@@ -1,15 +1,12 @@
 """What Argo CD is told of SFTJobs: their health, by the shipped script, run by Lua 5.1 as there, over what the operator
-writes; and what is no difference between a manifest and what the API server has made of it."""
+writes."""
 
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
 from lupa.lua51 import LuaRuntime
 
-from sft_api.crd import resource_schema
 from sft_api.failures import FailureClass
 from sft_api.generate import ROOT
 from sft_api.progress import Phase
@@ -74,34 +71,3 @@ def test_what_the_operator_has_not_seen_yet_is_on_its_way() -> None:
     deleted = sft_job(done, done.observed_generation)
     deleted["metadata"]["deletionTimestamp"] = "2026-11-21T12:00:00Z"
     assert health(deleted) == ("Progressing", "being deleted")
-
-
-IGNORED = re.compile(r"\.(?P<path>\S+)\[\]\?\.(?P<field>\w+) \| select\(\. == (?P<value>.+)\)")
-"""The form of the expressions of jq: a field of the items of a list, where it has this value."""
-
-
-def filled_in_below_lists(schema: dict[str, Any], path: str, *, below: bool = False) -> Iterator[tuple[str, str, Any]]:
-    """List, field and default of what the API server fills in where an item of a list leaves it out."""
-    for name, field in schema.get("properties", {}).items():
-        if below and "default" in field:
-            yield path, name, field["default"]
-        yield from filled_in_below_lists(field, f"{path}.{name}", below=below)
-    if "items" in schema:
-        yield from filled_in_below_lists(schema["items"], path, below=True)
-
-
-def test_what_the_api_server_fills_in_below_lists_is_no_difference() -> None:
-    """Argo CD merges a manifest into the live object as JSON, which replaces lists: an item that the manifest writes
-    without a default and the live object has with it differs, for ever."""
-    settings = yaml.safe_load(CONFIGURATION["resource.customizations.ignoreDifferences.sftjob.dev_SFTJob"])
-    forms = [IGNORED.fullmatch(expression) for expression in settings.pop("jqPathExpressions")]
-    ignored = {(form["path"], form["field"]): yaml.safe_load(form["value"]) for form in forms if form}
-
-    filled_in = {
-        (path, field): value
-        for path, field, value in filled_in_below_lists(resource_schema()["properties"]["spec"], "spec")
-    }
-    assert filled_in
-    assert ignored == filled_in
-    assert len(ignored) == len(forms)
-    assert settings == {}
