@@ -308,7 +308,7 @@ def test_boxes_that_do_not_cover_a_tensor_are_no_checkpoint(store: LocalStore) -
         ({"other": torch.zeros(2)}, "has weight of 'weight', which the model of this run has not"),
         ({"weight": torch.zeros(2), "other": torch.zeros(2)}, "has no weight of 'other'"),
         ({"weight": torch.zeros(3)}, r"shape \[2\] and float32 in the checkpoint, \[3\]"),
-        ({"weight": torch.zeros(2, dtype=torch.bfloat16)}, "bfloat16 in this run"),
+        ({"weight": torch.zeros(2, dtype=torch.float16)}, "float16 in this run"),
         ({"weight": torch.zeros(2, 1, 1)}, r"\[2, 1, 1\] and float32 in this run"),
     ],
 )
@@ -318,6 +318,20 @@ def test_a_state_that_does_not_fit_is_a_config_error(
     manifest = save(store, whole({"weight": torch.ones(2)}))
     with pytest.raises(ConfigError, match=message):
         load(store, manifest, whole(wanted))
+
+
+@pytest.mark.parametrize(("saved", "wanted"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_what_another_run_held_otherwise_is_converted(store: LocalStore, saved: str, wanted: str) -> None:
+    # Given weights of a run that holds them in one of both dtypes
+    value = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).to(getattr(torch, saved))
+    manifest = save(store, whole({"weight": value}))
+    # When one that holds them in the other reads them, or a part of them
+    read, rows = (torch.zeros(6, 3, dtype=getattr(torch, wanted)) for _ in range(2))
+    load(store, manifest, whole({"weight": read}))
+    load(store, manifest, [part("weight", rows, (1, 0), (2, 3))])
+    # Then they are the same numbers, or the nearest
+    assert torch.equal(read, value.to(read.dtype))
+    assert torch.equal(rows[1:3], value[1:3].to(read.dtype))
 
 
 def test_names_of_another_version_are_refused_in_words(store: LocalStore) -> None:

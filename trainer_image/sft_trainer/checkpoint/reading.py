@@ -23,6 +23,8 @@ from sft_trainer.checkpoint.runs import Buffers, Memory, open_run, read_threads,
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 
+_CONVERTED = {"float32", "bfloat16"}
+"""One of these is read as the other: a run may begin from one that held weights or moments otherwise."""
 _ADVICE = "resume from a checkpoint of the same model and settings, or start anew with another checkpoint.uri"
 
 
@@ -85,8 +87,8 @@ def read_boxes(
 def overlapping(index: Index, wanted: Sequence[Wanted]) -> list[Integers]:
     """For each of ``wanted`` the pieces that overlap any of its boxes, in the order in which they lie in the files.
 
-    ConfigError when a tensor is missing in the index, or has another shape or dtype there; tensors that only the index
-    has are left alone, so a part of a state (the weights, say) can be read.
+    ConfigError when a tensor is missing in the index, or has another shape there, or a dtype that is not converted;
+    tensors that only the index has are left alone, so a part of a state (the weights, say) can be read.
     """
     held = distinct(wanted)
     for entry in dict.fromkeys(itertools.chain.from_iterable(held.values())):
@@ -117,7 +119,7 @@ def _check_fits(index: Index, entry: StoredTensor) -> None:
     if number is None:
         raise ConfigError(f"the checkpoint has no {entry}; {_ADVICE}")
     stored = index.tensors[number]
-    if stored != entry:
+    if stored.shape != entry.shape or (stored.dtype != entry.dtype and not {stored.dtype, entry.dtype} <= _CONVERTED):
         raise ConfigError(
             f"{entry} has shape {list(stored.shape)} and {stored.dtype} in the checkpoint, {list(entry.shape)} and "
             f"{entry.dtype} in this run; {_ADVICE}"
@@ -147,7 +149,7 @@ def _fill(store: Store, manifest: Manifest, index: Index, boxes: Sequence[Box], 
                 entry, place = index.tensors[index.tensor[row]], index.place(row)
                 overlaps = ((box, box.place.overlap(place)) for box in by_tensor[entry.key])
                 parts = [(box, part) for box, part in overlaps if part is not None]
-                if (memory := _bytes_of(parts, place)) is not None:
+                if (memory := _bytes_of(parts, place, torch_dtype(entry))) is not None:
                     run.read(row, memory)
                     continue
                 memory = buffers.of(int(index.length[row]))
@@ -166,9 +168,10 @@ def _fill(store: Store, manifest: Manifest, index: Index, boxes: Sequence[Box], 
             raise
 
 
-def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle) -> Memory | None:
-    """The memory in which the piece at ``place`` is to be, when that is one whole stretch of one box in this memory."""
-    if len(parts) != 1 or parts[0][1] != place:
+def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle, dtype: torch.dtype) -> Memory | None:
+    """The memory in which the piece at ``place`` is to be, when that is one whole stretch of one box in this memory,
+    and of the ``dtype`` of the piece."""
+    if len(parts) != 1 or parts[0][1] != place or parts[0][0].dtype != dtype:
         return None
     box, _ = parts[0]
     target = box.local.detach()[place.within(box.place)]
