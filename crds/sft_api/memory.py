@@ -209,8 +209,9 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     on_its_way = 0
     if offloads(spec):
         # A share, in the precision that it is held in.
+        held = _trained_bytes(spec)
         on_its_way = ceil(
-            max(4 * sizes.root, _bytes(sizes.block, sizes.packed_block, 4, spec.quantised)) / plan.shard_degree
+            max(held * sizes.root, _bytes(sizes.block, sizes.packed_block, held, spec.quantised)) / plan.shard_degree
         )
     begin = 2 * root + block + on_its_way
     root += on_its_way
@@ -243,6 +244,8 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
         # one is added to the other.
         tied = sizes.root < 2 * head
         ends = [root + (8 * head if tied else computed * (sizes.trained_root - head))]
+    if casts_sums(spec, plan):
+        ends = [end + _trained_bytes(spec) * ceil(sizes.trained / plan.shard_degree) for end in ends]
     if shared:
         # Where a pass begins, weights are there as gathered and as computed with.
         ends.append(begin)
@@ -288,7 +291,7 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
 
 def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
-    each = 4 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
+    each = _trained_bytes(spec) + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
@@ -302,7 +305,7 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0
     processes = spec.compute.processes
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
-    each = 8 + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
+    each = 2 * _trained_bytes(spec) + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
     precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
     held = each * trained + _bytes(frozen, packed, _base_bytes(spec, precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
@@ -323,6 +326,15 @@ def keeps_whole_gradients(plan: PlanStatus) -> bool:
     return plan.reduce_gradients == "oncePerStep" and plan.gradient_accumulation != 1
 
 
+def casts_sums(spec: SFTJobSpec, plan: PlanStatus) -> bool:
+    """Whether replicas sum their gradients up in another precision than they hold them in.
+
+    FSDP keeps these sums until the end of a backward pass, and without an end those that are not summed over replicas
+    yet, from one micro-batch of a step to the next.
+    """
+    return plan.shard_degree < plan.processes and not sums_in_bf16(spec) and _trained_bytes(spec) < BYTES["fp32"]
+
+
 def reshards(spec: SFTJobSpec, plan: PlanStatus) -> bool:
     """Whether a layer's gathered weights are freed after its forward pass: as ``spec`` says, else as ``plan`` does."""
     fsdp = spec.strategy.fsdp if spec.strategy else None
@@ -337,7 +349,7 @@ def computes_with_copies(spec: SFTJobSpec, precision: str, processes: int) -> bo
     host. One process that holds all as it computes with it needs none of that; nor is a copy made of what is packed,
     which is unpacked where it is multiplied with.
     """
-    held = {4, _base_bytes(spec, precision)}
+    held = {_trained_bytes(spec), _base_bytes(spec, precision)}
     return processes > 1 or held != {BYTES[precision]} or sums_in_bf16(spec) or offloads(spec)
 
 
@@ -354,9 +366,14 @@ def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
     return processes > 1 or _base_bytes(spec, precision) != BYTES[precision] or offloads(spec)
 
 
+def _trained_bytes(spec: SFTJobSpec) -> int:
+    """Of each trained weight, and of its gradient."""
+    return BYTES[spec.training.parameter_dtype]
+
+
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
-    """Of each frozen weight that is not packed."""
-    return BYTES["fp32" if spec.trains_all else spec.frozen_precision(precision)]
+    """Of each frozen weight that is not packed; where there is none, of each trained one."""
+    return _trained_bytes(spec) if spec.trains_all else BYTES[spec.frozen_precision(precision)]
 
 
 def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
@@ -374,9 +391,11 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
     base = _bytes(frozen, packed, _base_bytes(spec, plan.precision), spec.quantised)
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
+    held = _trained_bytes(spec)
+    gradients = BYTES["fp32" if casts_sums(spec, plan) else spec.training.parameter_dtype] * share
     return {
-        "parameters": 4 * share + ceil(base / plan.shard_degree),
-        "gradients": 4 * (trained if keeps_whole_gradients(plan) else share),
+        "parameters": held * share + ceil(base / plan.shard_degree),
+        "gradients": 4 * trained if keeps_whole_gradients(plan) else gradients,
         "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
     }

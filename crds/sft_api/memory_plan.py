@@ -47,7 +47,7 @@ _ENOUGH_LAYERS = 1024
 """Of a model whose layers are looked at by name: more have none that these lack."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 8
+_SHOWN = 9
 _CHECKPOINTING = ("none", "selective", "full")
 """The longer, the less is kept."""
 _MOST_DOUBLED = 4
@@ -427,12 +427,14 @@ def _changes(
     if spec.lora and not spec.lora.adapter_uri and spec.lora.names_experts and spec.lora.rank_of_experts > 1:
         lower = spec.lora.rank_of_experts // 2
         yield f"lora.expertRank: {lower}", _with(spec, "lora", expert_rank=lower), plan
-    adapters = spec
+    adapters, whole = spec, ""
     if fsdp and spec.trains_all:
-        adapters = spec.model_copy(update={"lora": LoraSpec()})
-        yield "lora", adapters, plan
+        # Adapters are fp32.
+        whole = "" if spec.training.parameter_dtype == "fp32" else ", without parameterDtype"
+        adapters = _with(spec.model_copy(update={"lora": LoraSpec()}), "training", parameter_dtype="fp32")
+        yield f"lora{whole}", adapters, plan
     if adapters.lora and _takes(adapters, plan, shape) > WARNED_SHARE * gpu and (packed := _packed(adapters, shape)):
-        yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {packed.quantised}", packed, plan
+        yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {packed.quantised}{whole}", packed, plan
     for words, smaller in _smaller_micro_batches(spec):
         yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
@@ -440,6 +442,8 @@ def _changes(
     if spec.training.optimizer.state_dtype == "fp32":
         optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
         yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
+    if spec.training.parameter_dtype == "fp32" and plan.precision == "bf16" and spec.lora is None:
+        yield "training.parameterDtype: bf16", _with(spec, "training", parameter_dtype="bf16"), plan
     if not offloads(spec):
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
         offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))

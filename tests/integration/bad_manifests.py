@@ -8,6 +8,10 @@ _TOGETHER = (
     "contextParallelDegree x pipelineParallelDegree of strategy.megatron)"
 )
 _SHARE = f"divided by those {_TOGETHER}"
+_COMPUTED_IN_BF16 = (
+    "training.parameterDtype: bf16 needs training.precision: bf16 (the default on GPUs alone): weights that are held "
+    "in bf16 are computed with in bf16; or leave parameterDtype out"
+)
 
 RULES = [
     Bad(
@@ -493,6 +497,31 @@ RULES = [
         "spec",
         {"strategy": "{megatron: {}}", "training": "{optimizer: {stateDtype: bf16}}"},
         "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
+    ),
+    Bad(
+        "weights in bf16 under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{parameterDtype: bf16}"},
+        "strategy.megatron needs training.parameterDtype: fp32; or choose strategy.fsdp",
+    ),
+    Bad(
+        "weights in bf16 that are computed with in fp32",
+        "spec",
+        {"training": "{parameterDtype: bf16, precision: fp32}"},
+        _COMPUTED_IN_BF16,
+    ),
+    Bad(
+        "weights in bf16 on a CPU that nobody told to compute in bf16",
+        "spec",
+        {"training": "{parameterDtype: bf16}", "compute": "{gpusPerNode: 0}"},
+        _COMPUTED_IN_BF16,
+    ),
+    Bad(
+        "adapters in bf16",
+        "spec",
+        {"training": "{parameterDtype: bf16}", "lora": "{}"},
+        "training.parameterDtype: bf16 is for weights of the model's own, and lora trains adapters, which are fp32 and "
+        "small: leave one of them out (lora.basePrecision says how the frozen weights are held)",
     ),
     Bad(
         "a loss of routers under Megatron",

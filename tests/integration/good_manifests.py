@@ -108,6 +108,7 @@ spec:
     schedule: {type: warmupStableDecay, warmupRatio: 0.1, minRatio: 0.1, decayRatio: 0.2}
     routerAuxLossCoefficient: 0.001
     precision: bf16
+    parameterDtype: fp32
     activationCheckpointing: full
     compile: true
     trainableModules: [lm_head, model.layers.27.input_layernorm]

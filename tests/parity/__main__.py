@@ -87,7 +87,12 @@ _DISTURBED: dict[str, dict[str, Any]] = {
     "4_bits": {"lora": {"rank": 4, **_ROUNDED}},
     "4_bits_experts": {"lora": {"rank": 4, **OF_EXPERTS, **_ROUNDED}},
     "dtypes": {
-        "training": {"optimizer": {"stateDtype": "bf16"}, "activationCheckpointing": "selective"},
+        "training": {
+            "precision": "bf16",
+            "parameterDtype": "bf16",
+            "optimizer": {"stateDtype": "bf16"},
+            "activationCheckpointing": "selective",
+        },
         "strategy": {"fsdp": {"reduceDtype": "bf16"}},
     },
     "offload": {"strategy": {"fsdp": {"cpuOffload": True}}},

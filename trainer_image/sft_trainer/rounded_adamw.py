@@ -1,10 +1,12 @@
-"""AdamW whose moments are bf16: half their memory, and no change of them is lost to rounding.
+"""AdamW whose moments, weights, or both are bf16: half their memory, and no change of them is lost to rounding.
 
-A step is made in fp32, slice by slice, by torch's own kernel. Only what is kept of the moments is rounded: the first,
-of which a step changes a tenth, to the nearest number; the second stochastically. With the usual beta of 0.999 a step
-changes it by at most 0.1% downwards, and bf16 numbers are 0.4 to 0.8% apart: rounded to the nearest it would never
-decay, and the learning rate of a parameter be that of its largest gradient ever. So is the first where its beta is as
-near to 1: a weight that has no gradient any more would be moved on by those of before for ever.
+A step is made in fp32, slice by slice, by torch's own kernel. Only what is kept is rounded. Weights stochastically: at
+a learning rate of 1e-5 a step changes most by less than half of what bf16 numbers of their size are apart, and rounded
+to the nearest they would stay where they are. Of the moments the first, of which a step changes a tenth, to the nearest
+number; the second stochastically. With the usual beta of 0.999 a step changes it by at most 0.1% downwards, and bf16
+numbers are 0.4 to 0.8% apart: rounded to the nearest it would never decay, and the learning rate of a parameter be that
+of its largest gradient ever. So is the first where its beta is as near to 1: a weight that has no gradient any more
+would be moved on by those of before for ever.
 """
 
 import hashlib
@@ -23,7 +25,7 @@ _LOW_BITS = 0xFFFF
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` with moments in bf16.
+    """``torch.optim.AdamW`` for parameters in fp32 or bf16, with moments in either.
 
     Random bits are a function of a parameter's name, the element's place in it and the count of updates: the same on
     every process that holds the element, on any number of them, and after a resume.
@@ -41,8 +43,12 @@ class RoundedAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
+        state_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """``held`` gives what this process has of a tensor, and which of all elements, by rows, is the first of it."""
+        """``held`` gives what this process has of a tensor, and which of all elements, by rows, is the first of it.
+
+        ``state_dtype`` is that of the moments.
+        """
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
         self._held = held
         self._places = {}
@@ -52,8 +58,8 @@ class RoundedAdamW(torch.optim.Optimizer):
                 self._places[parameter] = (int.from_bytes(digest[:4], "big", signed=True), held(parameter)[1])
                 self.state[parameter] = {
                     "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, dtype=torch.bfloat16),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.bfloat16),
+                    "exp_avg": torch.zeros_like(parameter, dtype=state_dtype),
+                    "exp_avg_sq": torch.zeros_like(parameter, dtype=state_dtype),
                 }
 
     @torch.no_grad()
@@ -73,8 +79,9 @@ class RoundedAdamW(torch.optim.Optimizer):
         key = (step.to(torch.int32) + 1).mul_(_ODD[0]).add_(name)
         values = [self._held(each)[0].view(-1) for each in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
         for start in range(0, values[0].numel(), _SLICE_ELEMENTS):
-            weight, slope, *moments = (value[start : start + _SLICE_ELEMENTS] for value in values)
-            first_moment, second_moment = (moment.float() for moment in moments)
+            parts = [value[start : start + _SLICE_ELEMENTS] for value in values]
+            # What is in fp32 is not copied, but changed where it is.
+            weight, slope, first_moment, second_moment = (part.float() for part in parts)
             adamw(
                 [weight],
                 [slope],
@@ -93,16 +100,21 @@ class RoundedAdamW(torch.optim.Optimizer):
                 eps=group["eps"],
                 maximize=False,
             )
-            if group["betas"][0] > _FAST_BETA:
-                # Other bits than the second moment's: both would be rounded up, or down, together.
-                round_stochastically_(first_moment, key.bitwise_not(), first + start)
-            moments[0].copy_(first_moment)
-            moments[1].copy_(round_stochastically_(second_moment, key, first + start))
+            # Each by bits of its own: else all would be rounded up, or down, together.
+            if parts[0].dtype == torch.bfloat16:
+                parts[0].copy_(round_stochastically_(weight, key.bitwise_xor(_OF_WEIGHTS), first + start))
+            if parts[2].dtype == torch.bfloat16:
+                if group["betas"][0] > _FAST_BETA:
+                    round_stochastically_(first_moment, key.bitwise_not(), first + start)
+                parts[2].copy_(first_moment)
+                parts[3].copy_(round_stochastically_(second_moment, key, first + start))
         step += 1 if self.found_inf is None else 1 - self.found_inf
 
 
 _ODD = (-1640531535, -2048144789, -1028477387, 747796405)
 """Numbers by which bits are mixed, as Knuth and MurmurHash3 do: 32 bits, with a sign because torch's have one."""
+_OF_WEIGHTS = 0x5BD1E995
+"""What of a key is another bit where weights are rounded."""
 
 
 def round_stochastically_(values: torch.Tensor, key: torch.Tensor, first: int) -> torch.Tensor:

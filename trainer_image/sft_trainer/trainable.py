@@ -1,7 +1,7 @@
 """What of a model is trained: which parameters, the dtype each is loaded in, and which are saved."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,8 +16,8 @@ from .models.packed_rows import Format
 from .models.quantised import FORMATS, pack_layers, packed_weights
 from .models.tensors import tied_names
 
-TRAINED_DTYPE = torch.float32
-"""Of parameters that change: in bf16 most updates would be rounded away."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By the names that fields of the API have for them."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,14 @@ class Trainable:
     """Whether the parameter of that name changes; the others are the base: loaded, used, and left alone."""
     base_dtype: torch.dtype = torch.float32
     """That the base is held in."""
+    trained_dtype: torch.dtype = torch.float32
+    """That parameters which change are held in; in bf16 the optimizer has to round them, else most updates are lost."""
     quantised: Quantised | None = None
     """In which linear layers and experts of the base, or experts alone, are held instead (``models.quantised``)."""
 
     def dtype(self, name: str) -> torch.dtype:
         """In which the parameter ``name`` is loaded, and held."""
-        return TRAINED_DTYPE if self.trains(name) else self.base_dtype
+        return self.trained_dtype if self.trains(name) else self.base_dtype
 
     def saves(self, name: str) -> bool:
         """Whether checkpoints hold the parameter or stored buffer ``name``: the base can be loaded again."""
@@ -65,13 +67,14 @@ EVERYTHING = Trainable(trains=lambda name: True)
 def trainable_of(config: TrainerConfig) -> Trainable:
     """What ``config`` says: all of the model, some modules of it, adapters beside it, or both."""
     spec = config.spec
+    trained = DTYPES[spec.training.parameter_dtype]
     if spec.trains_all:
-        return EVERYTHING
+        return replace(EVERYTHING, base_dtype=trained, trained_dtype=trained)
     modules = spec.training.trainable_modules or ()
-    bf16 = spec.frozen_precision(config.plan.precision) == "bf16"
     return Trainable(
         trains=lambda name: is_adapter(name) or within(name, modules),
-        base_dtype=torch.bfloat16 if bf16 else torch.float32,
+        base_dtype=DTYPES[spec.frozen_precision(config.plan.precision)],
+        trained_dtype=trained,
         quantised=spec.quantised,
     )
 

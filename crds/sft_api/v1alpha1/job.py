@@ -231,6 +231,22 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
+            "self.training.parameterDtype == 'fp32' || (has(self.training.precision) ? self.training.precision == "
+            "'bf16' : self.compute.gpusPerNode > 0)",
+            "training.parameterDtype: bf16 needs training.precision: bf16 (the default on GPUs alone): weights that "
+            "are held in bf16 are computed with in bf16; or leave parameterDtype out",
+            lambda self: (
+                self.training.parameter_dtype == "fp32"
+                or (self.training.precision or ("bf16" if self.compute.gpus_per_node else "fp32")) == "bf16"
+            ),
+        ),
+        Rule(
+            "self.training.parameterDtype == 'fp32' || !has(self.lora)",
+            "training.parameterDtype: bf16 is for weights of the model's own, and lora trains adapters, which are fp32 "
+            "and small: leave one of them out (lora.basePrecision says how the frozen weights are held)",
+            lambda self: self.training.parameter_dtype == "fp32" or self.lora is None,
+        ),
+        Rule(
             f"!has({_OVERRIDES}) || !has({_OVERRIDES}.max_position_embeddings) || "
             f"self.data.maxLength <= {_OVERRIDES}.max_position_embeddings",
             "data.maxLength must be at most model.configOverrides.max_position_embeddings, the longest document that "

@@ -195,6 +195,11 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or self.training.optimizer.state_dtype == "fp32",
         ),
         Rule(
+            f"{_ABSENT} || self.training.parameterDtype == 'fp32'",
+            "strategy.megatron needs training.parameterDtype: fp32; or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or self.training.parameter_dtype == "fp32",
+        ),
+        Rule(
             f"{_ABSENT} || self.training.routerAuxLossCoefficient == 0.0",
             "strategy.megatron knows no training.routerAuxLossCoefficient, which is a loss of all layers together: "
             "leave it out, or choose strategy.fsdp",

@@ -39,7 +39,8 @@ class FsdpSpec(ApiModel):
     cpu_offload: bool = Field(
         default=False,
         description="Hold parameters, gradients and moments in host memory, and update them there: a GPU holds what it "
-        "computes with only. Takes 16 bytes a trained parameter of the nodes' memory, and time for copies and updates.",
+        "computes with only. Takes up to 16 bytes a trained parameter of the nodes' memory, and time for copies and "
+        "updates.",
     )
     sequence_parallel_degree: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1,

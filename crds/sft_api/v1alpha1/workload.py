@@ -269,9 +269,16 @@ class TrainingSpec(ApiModel):
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="The learning-rate schedule.")
     precision: Literal["bf16", "fp32"] | None = Field(
         default=None,
-        description="Compute precision; parameters are fp32, and so are sums of gradients and moments unless strategy "
-        "and optimizer say otherwise. bf16 on GPUs and fp32 on CPU when absent. On GPUs fp32 is slow: attention is "
-        "computed document by document.",
+        description="Compute precision; parameters are fp32, and so are sums of gradients and moments unless "
+        "parameterDtype, strategy and optimizer say otherwise. bf16 on GPUs and fp32 on CPU when absent. On GPUs fp32 "
+        "is slow: attention is computed document by document.",
+    )
+    parameter_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32",
+        description="Precision in which trained weights are held: with bf16 they take 2 bytes in place of 4, on GPUs "
+        "and in checkpoints, and so do their gradients. Updates are computed in fp32, and weights rounded "
+        "stochastically, because most updates are smaller than what bf16 can tell apart. Needs precision: bf16, and "
+        "weights of the model's own: no lora.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

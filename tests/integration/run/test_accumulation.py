@@ -107,6 +107,42 @@ def test_what_is_summed_once_a_step_is_added_up_in_fp32_before(tmp_path: Path) -
         assert np.linalg.norm(together - expected) <= 2e-6 * np.linalg.norm(expected) + 1e-9
 
 
+def bits_here(path: Path, fsdp: dict[str, Any]) -> tuple[int, list[tuple[str, tuple[int, ...], bytes]]]:
+    """The shard that this process has, and every bit of it, moments too, after two steps with weights in bf16."""
+    topology = here(2)
+    training = {"precision": "bf16", "parameterDtype": "bf16", "optimizer": {"stateDtype": "bf16"}}
+    job = manifest(
+        path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training, strategy={"fsdp": fsdp}
+    )
+    config = resolve(job)
+    built = FsdpStrategy(config, build_on_meta(path), trainable_of(config), topology, torch.device("cpu"))
+    load_weights(built.boxes("trained"), built.model.names, path)
+    share = [*BINS, EMPTY, EMPTY][topology.data_rank :: topology.data_parallel]
+    for _ in range(2):
+        built.forward_backward(share, TRAINED)
+        built.apply(1e-5, 1.0, built.grad_norm(), torch.tensor(True))
+    boxes = built.boxes("trained") + built.boxes("optimizer")
+    held = [(box.name, box.place.offsets, box.read().contiguous().view(torch.int16).numpy().tobytes()) for box in boxes]
+    return topology.holder, held
+
+
+@pytest.mark.parametrize("fsdp", [{}, {"reduceDtype": "bf16"}])
+def test_replicas_of_weights_in_bf16_do_not_part(tmp_path: Path, fsdp: dict[str, Any]) -> None:
+    # Given two replicas of two shards each, which round what they hold by themselves
+    save_model("llama", tmp_path / "model")
+
+    # When they make steps
+    answers = ranks.run(4, tmp_path, bits_here, tmp_path / "model", fsdp)
+
+    # Then both processes that hold the same shard hold the same bits
+    by_shard: dict[int, list[Any]] = {}
+    for holder, held in answers:
+        by_shard.setdefault(holder, []).append(held)
+    assert [len(copies) for copies in by_shard.values()] == [2, 2]
+    assert all(one == other for one, other in by_shard.values())
+    assert by_shard[0][0] != by_shard[1][0]
+
+
 def steps_here(path: Path, keeps: bool, lora: dict[str, Any] | None) -> tuple[int, list[float], list[Any]]:
     """All-gathers of a micro-batch in a plan that ``keeps`` layers gathered or not; losses of three steps, an
     evaluation after them, and the values of all parameters then."""

@@ -103,6 +103,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
 
 ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
+HALF = {"training": {"precision": "bf16", "parameterDtype": "bf16", "optimizer": {"stateDtype": "bf16"}}}
 NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 MXFP4 = {"lora": {"rank": 16, "basePrecision": "mxfp4"}}
 EXPERTS = {"rank": 16, "expertRank": 8, "targetModules": ["all-linear", "experts"]}
@@ -262,6 +263,11 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
         1,
         {"lora": {**EXPERTS, "expertRank": 4, "basePrecision": "nf4"}},
     ),
+    "8B, weights in bf16": ("meta-llama/Llama-3.1-8B", 3, 4096, 2, 2, HALF),
+    "8B, weights in bf16, alone": ("meta-llama/Llama-3.1-8B", 3, 1024, 1, 1, HALF),
+    # Sums of a replica are in fp32 until the last micro-batch, and so are those of the whole model
+    "1B, weights in bf16, replicas": ("meta-llama/Llama-3.2-1B", 4, 256, 2, 1, HALF),
+    "1B, weights in bf16, gradients of the whole model": ("meta-llama/Llama-3.2-1B", 4, 256, 8, 8, {**HALF, **ONCE}),
     # Logits that are bent by a cap: one chunk would hold them if they were not
     "1B, capped logits": ("google/gemma-3-1b-pt", 1, 500, 1, 1, {}),
     "0.6B, alone in fp32": ("Qwen/Qwen3-0.6B", 6, 1024, 1, 1, {"training": {"precision": "fp32"}}),

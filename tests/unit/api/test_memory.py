@@ -413,6 +413,25 @@ def test_moments_and_sums_of_gradients_may_be_half_as_large() -> None:
     assert narrow.total < wide.total
 
 
+def test_weights_in_bf16_and_their_gradients_are_half_as_large() -> None:
+    in_bf16 = {"training": {"parameterDtype": "bf16"}}
+    usual, half = estimated(), estimated(**in_bf16)
+    assert (2 * half.parameters, 2 * half.gradients, half.optimizer) == (
+        usual.parameters,
+        usual.gradients,
+        usual.optimizer,
+    )
+    # One process computes with what it holds
+    assert estimated(gpus=1, **in_bf16).gathered == 0
+    # Sums over replicas stay fp32 until the last micro-batch of a step
+    replicas = {"strategy": {"fsdp": {"shardDegree": 4}}}
+    assert estimated(**in_bf16, **replicas).gradients == estimated(**replicas).gradients
+    asked = job(**in_bf16, compute={"gpusPerNode": 8}).spec
+    assert staging_bytes(1_000_000, asked) == 10_000_000
+    offloaded = job(**in_bf16, compute={"gpusPerNode": 1}, strategy={"fsdp": {"cpuOffload": True}}).spec
+    assert offloaded_bytes(1_000_000, 0, offloaded) == 12_000_000
+
+
 def test_one_process_that_holds_what_it_computes_with_gathers_nothing() -> None:
     exact = {"training": {"precision": "fp32"}}
     assert estimated(gpus=2, **exact).gathered

@@ -60,9 +60,22 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
         "lora",
         "data.maxLength: 4096",
         "training.optimizer.stateDtype: bf16",
+        "training.parameterDtype: bf16",
         "strategy.fsdp.cpuOffload: true",
     ]
     assert "compute.memoryCheck: Warn has it tried" in refused
+
+
+def test_weights_in_bf16_are_named_where_they_can_be_and_go_with_no_adapters() -> None:
+    def told(**training: Any) -> str:
+        return verdict(spec(gpus=1, training=training)).refused
+
+    assert "training.parameterDtype: bf16 (" in told()
+    # What is computed in fp32 is held so
+    assert "parameterDtype" not in told(precision="fp32")
+    in_bf16 = told(parameterDtype="bf16")
+    assert "training.parameterDtype" not in in_bf16
+    assert "lora, without parameterDtype (" in in_bf16
 
 
 def test_between_90_and_110_percent_there_is_a_warning() -> None:

@@ -293,10 +293,11 @@ def test_what_is_trained_is_unknown_where_the_model_cannot_be_read(tmp_path: Pat
 
 def test_what_takes_less_memory_is_said_where_it_was_chosen() -> None:
     def chosen(**spec: Any) -> set[str]:
-        return decisions(**spec).keys() & {"activations", "moments", "sums of gradients"}
+        return decisions(**spec).keys() & {"activations", "weights", "moments", "sums of gradients"}
 
     assert chosen() == set()
     assert chosen(training={"activationCheckpointing": "selective"}) == {"activations"}
+    assert chosen(training={"precision": "bf16", "parameterDtype": "bf16"}) == {"weights"}
     assert chosen(training={"optimizer": {"stateDtype": "bf16"}}, strategy={"fsdp": {"reduceDtype": "bf16"}}) == {
         "moments",
         "sums of gradients",

@@ -23,9 +23,9 @@ def make_model(folder: Path, kind: str = "qwen3", dtype: str = "bfloat16", **opt
     return folder
 
 
-def trained(folder: Path, seed: int = 7) -> Any:
+def trained(folder: Path, seed: int = 7, **training: Any) -> Any:
     """The strategy of a run on the model in ``folder``, whose weights have become others."""
-    strategy = build(folder)
+    strategy = build(folder, **training)
     generator = torch.Generator().manual_seed(seed)
     for box in strategy.boxes("trained"):
         box.write(box.read() + torch.randn(box.shape, generator=generator) * 0.01)

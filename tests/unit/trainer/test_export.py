@@ -61,6 +61,19 @@ def test_an_export_has_the_bytes_of_the_live_model(
     assert files == 1 if file_bytes > SMALL else files > 3
 
 
+def test_weights_that_are_held_in_bf16_are_exported_to_the_last_bit(tmp_path: Path, source: Path) -> None:
+    # Given a model that came in bf16, and is trained in it
+    strategy, store = trained(source, precision="bf16", parameterDtype="bf16"), LocalStore(tmp_path / "store")
+
+    export(exported(store, checkpoint(strategy, store), source), LocalStore(tmp_path / "out"))
+
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    held = {box.name: box.read() for box in strategy.boxes("trained")}
+    assert {value.dtype for value in held.values()} == {torch.bfloat16}
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name], value) for name, value in held.items())
+
+
 def test_buffers_are_exported_in_their_own_dtype(tmp_path: Path, source: Path) -> None:
     # Given a model with buffers: two that belong to it, such as the correction of a router, and one that is computed
     strategy, store = trained(source), LocalStore(tmp_path / "store")

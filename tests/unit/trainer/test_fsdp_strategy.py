@@ -17,7 +17,7 @@ from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.strategies.fsdp import strategy as strategy_module
 from sft_trainer.strategies.fsdp.memory import Memory
 from sft_trainer.topology import ALONE, Topology
-from sft_trainer.trainable import EVERYTHING, Trainable
+from sft_trainer.trainable import EVERYTHING, Trainable, trainable_of
 from sft_trainer.versions import tensors_in, watching_operators
 from tests.bins import RoomFor, random_bin
 from tests.parity.runs import manifest, resolve
@@ -355,6 +355,33 @@ def test_only_what_is_trained_changes_and_the_base_has_its_own_dtype(folder: Pat
     assert [box.name for box in built.boxes("base")] == [
         name.removeprefix("huggingface.") for name in before if name not in changed
     ]
+
+
+def test_weights_in_bf16_are_trained_saved_and_added_up_in_it_and_their_norm_is_right(folder: Path) -> None:
+    # Given a model whose weights are held as they are computed with
+    config = resolve(manifest(folder, folder, training={"precision": "bf16", "parameterDtype": "bf16"}))
+    held = strategy(folder, trainable_of(config), precision="bf16", parameterDtype="bf16")
+    assert not any(isinstance(module, FSDPModule) for module in held.model.modules()), "one process copies nothing"
+    in_fp32 = strategy(folder, precision="bf16")
+
+    # When a step of several micro-batches is computed
+    losses = [float(of.forward_backward(BINS, TRAINED)) for of in (held, in_fp32)]
+
+    # Then its loss is that of weights which are rounded for it, and gradients are off by what adding up in bf16 is
+    assert losses[0] == losses[1]
+    for name, gradient in gradients(held).items():
+        assert gradient.dtype == torch.bfloat16, name
+        assert (gradient.float() - gradients(in_fp32)[name]).norm() <= 0.01 * gradient.float().norm(), name
+    # And their norm is no number of bf16
+    squares = sum(gradient.double().square().sum() for gradient in gradients(held).values())
+    assert float(held.grad_norm()) == pytest.approx(float(squares) ** 0.5, rel=1e-6)
+
+    # When it is made, then all weights change that had a gradient, tied ones once, and boxes hold them in bf16
+    before = weights(held)
+    held.apply(1e-2, 1.0, held.grad_norm(), torch.tensor(True))
+    assert [name for name, value in weights(held).items() if torch.equal(value, before[name])] == []
+    assert {box.dtype for box in held.boxes("trained")} == {torch.bfloat16}
+    assert {box.dtype for box in held.boxes("optimizer")} == {torch.float32}
 
 
 def test_what_boxes_are_filled_with_is_trained(folder: Path) -> None:

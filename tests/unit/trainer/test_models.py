@@ -23,7 +23,7 @@ from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
-from sft_trainer.trainable import EVERYTHING
+from sft_trainer.trainable import trainable_of
 from tests.architectures import accepted, small_config
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
@@ -54,7 +54,8 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
 def build(path: Path, **training: Any) -> Any:
     job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training)
     alone = Topology(rank=0, local_rank=0, world_size=1)
-    strategy = build_strategy(resolve(job), build_on_meta(path), EVERYTHING, alone, torch.device("cpu"))
+    config = resolve(job)
+    strategy = build_strategy(config, build_on_meta(path), trainable_of(config), alone, torch.device("cpu"))
     load_weights(strategy.boxes("trained"), strategy.model.names, path)
     return strategy
 

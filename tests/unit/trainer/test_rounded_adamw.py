@@ -1,4 +1,4 @@
-"""AdamW with moments in bf16: as torch's but for rounding, which is right on average and the same everywhere."""
+"""AdamW with moments or weights in bf16: as torch's but for rounding, right on average and the same everywhere."""
 
 from typing import Any
 
@@ -9,27 +9,33 @@ from sft_api.v1alpha1 import SFTJobSpec
 from sft_trainer import rounded_adamw
 from sft_trainer.optim import build_optimizer, moments, set_updates, updates
 from sft_trainer.rounded_adamw import round_stochastically_
+from sft_trainer.trainable import DTYPES
 from tests.unit.trainer.test_optim import spec
 
 
-def with_state(dtype: str, **options: Any) -> SFTJobSpec:
+def with_state(dtype: str, weights: str, **options: Any) -> SFTJobSpec:
     document = spec().model_dump(by_alias=True, mode="json", exclude_none=True)
+    document["training"] |= {"precision": "bf16", "parameterDtype": weights}
     document["training"]["optimizer"] |= {"stateDtype": dtype, **options}
     return SFTJobSpec.model_validate(document)
 
 
-def optimizer_of(dtype: str, *shapes: tuple[int, ...], first: int = 0, **options: Any) -> tuple[Any, list[Any]]:
+def optimizer_of(
+    dtype: str, *shapes: tuple[int, ...], first: int = 0, weights: str = "fp32", rate: float = 1e-2, **options: Any
+) -> tuple[Any, list[Any]]:
     generator = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    values = [torch.randn(shape, generator=generator).to(DTYPES[weights]) for shape in shapes]
+    parameters = [torch.nn.Parameter(value) for value in values]
     named = [(f"layer.{index}", parameter) for index, parameter in enumerate(parameters)]
-    return build_optimizer(named, with_state(dtype, **options), 1e-2, lambda tensor: (tensor, first)), parameters
+    chosen = with_state(dtype, weights, **options)
+    return build_optimizer(named, chosen, rate, lambda tensor: (tensor, first)), parameters
 
 
 def train(optimizer: Any, parameters: list[Any], steps: int, scale: float = 1.0, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+            parameter.grad = (torch.randn(parameter.shape, generator=generator) * scale).to(parameter.dtype)
         optimizer.step()
 
 
@@ -117,8 +123,51 @@ def test_the_second_moment_decays_where_the_nearest_number_would_be_the_same_one
     assert torch.equal(nearest, state["exp_avg_sq"]), "to the nearest, none of these would ever become less"
 
 
-def test_a_step_that_is_not_finite_changes_nothing() -> None:
-    optimizer, parameters = optimizer_of("bf16", (30, 20), (20,))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_in_bf16_move_on_average_as_those_in_fp32(dtype: str) -> None:
+    # Given steps that are a hundredth of what numbers of bf16 are apart, or less, and weights that decay
+    options: dict[str, Any] = {"rate": 1e-5, "weightDecay": 5.0}
+    exact, (weight,) = optimizer_of("fp32", (300, 300), **options)
+    rounded, (other,) = optimizer_of(dtype, (300, 300), weights="bf16", **options)
+    with torch.no_grad():
+        weight.copy_(other)
+    before = other.detach().float()
+
+    # When they are made with the same gradients
+    slopes = torch.randn(300, 300, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(40):
+        weight.grad, other.grad = slopes.float(), slopes.clone()
+        exact.step()
+        rounded.step()
+
+    # Then the mean of what changed is right, of weights that grow and of those that shrink
+    moved, should = other.detach().float() - before, weight.detach() - before
+    for which in (slopes > 0, slopes < 0):
+        assert float(moved[which].mean()) == pytest.approx(float(should[which].mean()), rel=0.05)
+    decayed, expected = (moved * before).sum(), (should * before).sum()
+    assert float(decayed) == pytest.approx(float(expected), rel=0.1)
+    # And rounded to the nearest number hardly any would have changed at all
+    nearest = (before + should / 40).bfloat16().float()
+    assert float((nearest != before).float().mean()) < 0.02
+    # Moments know nothing of it
+    if dtype == "fp32":
+        for one, same in zip(moments(exact)[weight].values(), moments(rounded)[other].values(), strict=True):
+            assert torch.equal(one, same)
+
+
+def test_weights_and_moments_are_rounded_by_bits_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an optimizer that rounds all three
+    keys = []
+    monkeypatch.setattr(rounded_adamw, "round_stochastically_", lambda values, key, _: keys.append(int(key)) or values)
+    optimizer, parameters = optimizer_of("bf16", (3,), (3,), weights="bf16", betas=[0.99, 0.999])
+    # When it makes two steps, then no two use the same bits
+    train(optimizer, parameters, 2)
+    assert len({*keys}) == len(keys) == 12
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_step_that_is_not_finite_changes_nothing(weights: str) -> None:
+    optimizer, parameters = optimizer_of("bf16", (30, 20), (20,), weights=weights)
     train(optimizer, parameters, 3)
     state = [value.clone() for of in optimizer.state.values() for value in of.values()]
     before = [parameter.detach().clone() for parameter in parameters]
@@ -134,11 +183,12 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert updates(optimizer) == 3
 
 
-def test_a_part_of_a_parameter_is_updated_like_the_whole_and_goes_on_alike() -> None:
+@pytest.mark.parametrize(("dtype", "weights"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+def test_a_part_of_a_parameter_is_updated_like_the_whole_and_goes_on_alike(dtype: str, weights: str) -> None:
     # Given the last rows of a parameter, on another process, from its moments and count of updates
-    whole, (weight,) = optimizer_of("bf16", (30, 20))
+    whole, (weight,) = optimizer_of(dtype, (30, 20), weights=weights)
     train(whole, [weight], 4)
-    part, (rows,) = optimizer_of("bf16", (10, 20), first=400)
+    part, (rows,) = optimizer_of(dtype, (10, 20), first=400, weights=weights)
     with torch.no_grad():
         rows.copy_(weight[20:])
     for kind, value in moments(part)[rows].items():
@@ -146,7 +196,7 @@ def test_a_part_of_a_parameter_is_updated_like_the_whole_and_goes_on_alike() -> 
     set_updates(part, updates(whole))
 
     # When both make a step
-    gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(5))
+    gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(5)).to(weight.dtype)
     weight.grad, rows.grad = gradient, gradient[20:]
     whole.step()
     part.step()

@@ -52,7 +52,7 @@ class CausalLM(nn.Module):
         """What their loss is computed from, where one is trained."""
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
-        """That the model came in, and is exported in; it is trained in fp32 whatever this is."""
+        """That the model came in, and is exported in; it is trained in another one, or not, whatever this is."""
         self.in_mxfp4 = in_mxfp4
         """Whether its files have experts in that, and not in ``stored_dtype``."""
 

@@ -19,7 +19,7 @@ from sft_trainer.models.exchange import shared_tokens
 from sft_trainer.models.quantised import FORMATS
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.topology import Topology
-from sft_trainer.trainable import TRAINED_DTYPE, Trainable
+from sft_trainer.trainable import Trainable
 
 _PART = 2**16
 """Elements of which a CPU takes the norm at once: it is off by 3e-7 (drawn from a normal distribution), and smaller
@@ -78,7 +78,7 @@ def _shard(
     fsdp = config.spec.strategy.fsdp if config.spec.strategy else None
     computed = computed_dtype(config)
     # What is held in another precision than it is computed in is cast when it is gathered.
-    held = {TRAINED_DTYPE, trainable.base_dtype}
+    held = {trainable.trained_dtype, trainable.base_dtype}
     policy = MixedPrecisionPolicy(
         param_dtype=None if held == {computed} else computed,
         reduce_dtype=torch.bfloat16 if fsdp and fsdp.reduce_dtype == "bf16" else torch.float32,
@@ -154,7 +154,8 @@ def add_up_processes(model: nn.Module, *, after_this_pass: bool) -> None:
 def whole_gradient_bytes(model: nn.Module) -> int:
     """What these sums take more than the shares of them that are left afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return sum(4 * (p.numel() - p.to_local().numel()) for p in trained if isinstance(p, DTensor))
+    shares = [(p, p.to_local()) for p in trained if isinstance(p, DTensor)]
+    return sum(4 * p.numel() - share.element_size() * share.numel() for p, share in shares)
 
 
 def kept_gathered_bytes(config: TrainerConfig, model: CausalLM) -> int:
@@ -172,13 +173,21 @@ def gradient_norm(model: nn.Module, device: torch.device) -> torch.Tensor:
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     held = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
-    norm = torch.nn.utils.get_total_norm([part for each in held for part in _parts(each)]).to(device)
+    norm = torch.nn.utils.get_total_norm([_in_fp32(part) for each in held for part in _parts(each)]).to(device)
     sharded = next((each for each in gradients if isinstance(each, DTensor)), None)
     if sharded is None:
         return norm
     square = norm.square()
     dist.all_reduce(square, group=sharded.device_mesh.get_group("shard"))
     return square.sqrt()
+
+
+def _in_fp32(gradient: torch.Tensor) -> torch.Tensor:
+    """What has the norm of ``gradient``: the norm itself where that would be told in bf16, as of gradients in bf16."""
+    if gradient.dtype == torch.float32:
+        return gradient
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
