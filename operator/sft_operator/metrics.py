@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -61,6 +61,8 @@ class OperatorMetrics:
 
     def __init__(self, manifests: Callable[[], Iterable[Manifest]], queue_depth: Callable[[], int]) -> None:
         """``manifests`` gives all SFTJobs, ``queue_depth`` the keys that wait for a worker."""
+        # A gauge for each counter, of when it began: Prometheus has no use for it, and it would double the series.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "sft_operator_reconciles", "Reconciliations by result.", ["result"], registry=self.registry
@@ -146,18 +148,20 @@ class JobCollector(Collector):
             if time:
                 checkpoint.add_metric(job, time.timestamp())
             for cause, part in LOST_CAUSES.items():
-                if (seconds := _number(_at(status, ("goodput", "lostGpuSeconds", part)))) is not None:
-                    lost.add_metric((*job, cause), seconds)
+                lost.add_metric((*job, cause), _number(_at(status, ("goodput", "lostGpuSeconds", part))) or 0.0)
         yield from (states, stalled, failed, restarts, avoided, checkpoint, lost)
-        figures: list[tuple[CounterMetricFamily | GaugeMetricFamily, tuple[str, ...]]] = [
-            *((CounterMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _COUNTERS),
-            *((GaugeMetricFamily(name, meaning, labels=labels), path) for name, meaning, path in _FIGURES),
-        ]
-        for family, path in figures:
+        for name, meaning, path in _COUNTERS:
+            counter = CounterMetricFamily(name, meaning, labels=labels)
+            for job, status in jobs:
+                # From zero on, as those of the operator: its first report may tell of minutes.
+                counter.add_metric(job, _number(_at(status, path)) or 0.0)
+            yield counter
+        for name, meaning, path in _FIGURES:
+            figure = GaugeMetricFamily(name, meaning, labels=labels)
             for job, status in jobs:
                 if (value := _number(_at(status, path))) is not None:
-                    family.add_metric(job, value)
-            yield family
+                    figure.add_metric(job, value)
+            yield figure
 
 
 def _number(value: object) -> float | None:

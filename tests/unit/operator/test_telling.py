@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from sft_api.deletion import DELETES
 from sft_api.failures import FailureClass
+from sft_api.goodput import CAUSES
 from sft_api.report import checkpoints_status
 from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
@@ -235,6 +236,32 @@ def test_metrics_of_a_job_come_and_go_with_it() -> None:
     assert "sft_operator_queue_depth 3.0" in text
     jobs.clear()
     assert "tulu" not in generate_latest(metrics.registry).decode()
+
+
+def test_what_only_grows_is_told_from_zero_on() -> None:
+    """Prometheus's ``increase`` leaves out the first value of a series, and the first report of a job tells of all the
+    minutes that it took to start: what a namespace has used would be less by that for each of its jobs."""
+    known = {**job_manifest(), "status": {"goodput": {"gpuSeconds": 480.0}}}
+    new = job_manifest() | {"metadata": {"namespace": "team", "name": "new"}}
+    metrics = OperatorMetrics(lambda: [known, new], lambda: 0)
+
+    text = generate_latest(metrics.registry).decode()
+
+    counters = re.findall(r"^# TYPE (sft_job_\w+) counter$", text, re.MULTILINE)
+    assert "sft_job_gpu_seconds_total" in counters
+    for counter in counters:
+        assert re.search(rf'^{counter}{{.*name="new".*}} 0\.0$', text, re.MULTILINE), counter
+    causes = re.findall(r'lost_gpu_seconds_total{cause="(\w+)",name="new"', text)
+    assert causes == list(CAUSES)
+    assert 'sft_job_gpu_seconds_total{name="tulu",namespace="team"} 480.0' in text
+
+
+def test_no_series_says_when_another_began() -> None:
+    """Of the format in which Prometheus could use it, it is asked for none."""
+    metrics = OperatorMetrics(lambda: [], lambda: 0)
+    metrics.answered("get", "Pod", 200)
+
+    assert "_created" not in generate_latest(metrics.registry).decode()
 
 
 def test_that_somebody_has_to_act_is_a_metric_while_it_is_so() -> None:
