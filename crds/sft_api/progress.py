@@ -108,6 +108,8 @@ class TrainingProgress(ReportModel):
     """Load-balancing loss of the routers in the last step, where one is trained."""
     step_seconds: float | None = None
     """Duration of the last step."""
+    data_seconds: float = 0.0
+    """Of the steps of this attempt, what rank 0 waited for their tokens."""
     median_step_seconds: float | None = None
     tokens_per_second: float | None = None
     tokens_per_second_per_gpu: float | None = None

@@ -90,13 +90,9 @@ def end_again(
         )
     last = found if isinstance(found, Manifest) else None
     progress = complete_progress(store.uri, done, last, _reported(store), exports)
-    reporter.update(
-        **{
-            name: getattr(progress, name)
-            for name in TrainingProgress.model_fields
-            if name not in ("warnings", "phase", "phase_detail", "storage_outage", "spent", "update_time")
-        }
-    )
+    of_this_start = ("warnings", "phase", "phase_detail", "storage_outage", "spent", "data_seconds", "update_time")
+    told = [name for name in TrainingProgress.model_fields if name not in of_this_start]
+    reporter.update(**{name: getattr(progress, name) for name in told})
     reporter.say("the run in %s is complete since step %s: nothing is left to train", store.uri, done.step)
     reporter.phase(Phase.COMPLETE)
 

@@ -153,6 +153,8 @@ class StepDone:
     aux_loss: float | None = None
     """Load-balancing loss of the routers, without its coefficient: the mean over the step's tokens of that of their
     bins; None where it is not trained."""
+    data_seconds: float = 0.0
+    """Of ``seconds``, what this process waited for the tokens of the step."""
 
     @property
     def is_finite(self) -> bool:

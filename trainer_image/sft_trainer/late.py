@@ -72,5 +72,7 @@ class Launched:
     rate: float
     figures: LateFigures
     began: Moment
+    given: Moment
+    """When the host had what the device computes: it stood still since ``began``, which comes after the step before."""
     waited: float
     """Seconds since then in which the device waited for the copy of a save."""

@@ -218,6 +218,7 @@ class Reporter:
             aux_loss=None if done.aux_loss is None else finite(done.aux_loss),
             learning_rate=done.learning_rate,
             step_seconds=done.seconds,
+            data_seconds=self.progress.data_seconds + done.data_seconds,
             median_step_seconds=median,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_gpu=tokens_per_second / done.processes,

@@ -460,6 +460,7 @@ class Trainer:
         """Have the device compute a step, without waiting for it."""
         began = Moment(self.device)
         share = next(self._shares)
+        given = Moment(self.device)
         step = share.step
         losses = self.strategy.forward_backward(share.bins, step.trained_tokens, step.tokens)
         norm = self.strategy.grad_norm()
@@ -483,7 +484,7 @@ class Trainer:
         waited = self.saving.copied(self.device)  # a save of the step before is copied beside this one, up to here
         self.strategy.apply(rate, self.spec.training.optimizer.max_grad_norm, norm, ok)
         self.step += 1
-        return Launched(self.step, step, rate, LateFigures(sums), began, waited)
+        return Launched(self.step, step, rate, LateFigures(sums), began, given, waited)
 
     def _learn(self, launched: Launched) -> None:
         """Wait for the figures of a step, and tell them."""
@@ -515,6 +516,7 @@ class Trainer:
             save_in_flight=in_flight > 0,
             figures=self.figures,
             aux_loss=aux_loss,
+            data_seconds=launched.began.seconds_until(launched.given),
         )
         self.events.emit(done)
         self.events.emit(Logged(done.step, done.record()))

@@ -258,7 +258,7 @@ def test_what_only_grows_is_told_from_zero_on() -> None:
 
 def test_no_series_says_when_another_began() -> None:
     """Of the format in which Prometheus could use it, it is asked for none."""
-    metrics = OperatorMetrics(lambda: [], lambda: 0)
+    metrics = OperatorMetrics(list, lambda: 0)
     metrics.answered("get", "Pod", 200)
 
     assert "_created" not in generate_latest(metrics.registry).decode()

@@ -27,6 +27,7 @@ def test_every_figure_that_is_known() -> None:
         step=47,
         loss=1.25,
         aux_loss=2.5,
+        data_seconds=0.75,
         checkpoints=CheckpointsStatus(latest=latest),
         update_time=NOW - timedelta(seconds=3),
     )
@@ -44,6 +45,7 @@ def test_every_figure_that_is_known() -> None:
         "sft_trainer_checkpoint_age_seconds 60.0",
         "sft_trainer_report_age_seconds 3.0",
         "sft_trainer_members 2.0",
+        "sft_trainer_data_seconds_total 0.75",
         'sft_trainer_phase{phase="Saving"} 1.0',
         'sft_trainer_phase{phase="Training"} 0.0',
         'sft_trainer_restarts_total{failure="Hang"} 2.0',

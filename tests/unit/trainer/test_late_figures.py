@@ -218,6 +218,29 @@ def test_a_wait_for_the_copy_of_a_save_is_no_part_of_the_step(tmp_path: Path) ->
     assert story.figures.step_seconds == pytest.approx(took - 0.2)
 
 
+def test_what_steps_waited_for_their_tokens_is_added_up(tmp_path: Path) -> None:
+    story = Story(tmp_path, {})
+    story.device, feed = CPU, story._feed()
+    story._watch()
+
+    def given() -> Iterator[Share]:
+        while True:
+            time.sleep(0.05)
+            yield next(feed)
+
+    def compute(bins: Any, denominator: int, tokens: int) -> torch.Tensor:
+        time.sleep(0.05)
+        return torch.tensor(1.0, dtype=torch.float64)
+
+    story._shares, story.strategy.forward_backward = given(), compute  # type: ignore[assignment,method-assign]
+
+    for _ in range(2):
+        story._learn(story._launch())
+
+    # Each waited, and computed as long besides
+    assert 0.1 <= story.reporter.progress.data_seconds <= story.figures.step_seconds - 0.1
+
+
 def test_what_is_due_after_a_step_waits_for_it_and_no_other(tmp_path: Path) -> None:
     story = Story(tmp_path, {}, training={"steps": 10, "evaluation": {"everySteps": 4}}, checkpoint={"everySteps": 6})
     story.run()

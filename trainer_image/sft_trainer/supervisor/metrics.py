@@ -147,6 +147,11 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
     )
     for activity in SPENT:
         spent.add_metric([activity], getattr(progress.spent or SpentSeconds(), activity))
+    data = CounterMetricFamily(
+        "sft_trainer_data_seconds",
+        "Seconds of the steps of this attempt in which rank 0 waited for their tokens",
+        value=training.data_seconds,
+    )
     registry = CollectorRegistry()
-    registry.register(_Families([*families, phase, restarted, spent]))
+    registry.register(_Families([*families, phase, restarted, spent, data]))
     return generate_latest(registry)
