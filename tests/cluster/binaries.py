@@ -110,6 +110,33 @@ def _path(program: Program) -> Path:
     return cache_folder() / "bin" / f"{program.name}-{program.version}"
 
 
+def promtool() -> Path:
+    """promtool: the machine's own, else that of Debian's package, which is unpacked into the cache only: where it is
+    installed a Prometheus runs."""
+    if found := shutil.which("promtool"):
+        return Path(found)
+    kept = cache_folder() / "bin" / "promtool"
+    if not kept.exists():
+        _unpack("prometheus", "usr/bin/promtool", kept)
+    return kept
+
+
+def _unpack(package: str, file: str, target: Path) -> None:
+    """Write ``file`` of a Debian package to ``target``."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+        work = Path(folder)
+        work.chmod(0o755)  # apt fetches as a user of its own
+        try:
+            _run(work, "apt-get", "download", package)
+        except BinaryError:  # a new machine has no lists
+            _run(work, "apt-get", "update")
+            _run(work, "apt-get", "download", package)
+        (archive,) = work.glob("*.deb")
+        _run(work, "dpkg-deb", "--extract", archive.name, ".")
+        (work / file).rename(target)
+
+
 def kept_folder(name: str) -> Path:
     """The folder of its module that is kept beside the program `name`, which is built now when it is missing."""
     binary(name)
@@ -186,6 +213,12 @@ def _staging_replacements(go: str, work: Path, program: Program) -> list[str]:
     staging_version = "v0." + program.version.split(".", 1)[1]
     staged = [entry["Path"] for entry in manifest["Require"] if entry["Version"] == "v0.0.0"]
     return [f"-replace={module}={module}@{staging_version}" for module in staged]
+
+
+def _run(work: Path, *command: str) -> None:
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BinaryError(f"`{' '.join(command)}` failed ({done.returncode}):\n{done.stderr[-800:]}")
 
 
 def _go(go: str, work: Path, *arguments: str) -> str:

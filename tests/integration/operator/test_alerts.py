@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import promql_parser as promql
 import pytest
+import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,12 +25,14 @@ from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions.status import write_status
 from sft_operator.metrics import OperatorMetrics
 from sft_trainer.supervisor.metrics import render
+from tests.cluster.binaries import promtool
 from tests.integration.operator.scene import CHART, OPERATOR_NAMESPACE, Object, helm, render_chart
 from tests.unit.operator.make import NOW, at, job_manifest, make_job, report, running, training
 from tests.unit.operator.statuses import status_of
 
 RULES = "metrics.prometheusRule.enabled=true"
 PODS = ("metrics.podMonitor.enabled=true", "networkPolicy.metricsNamespaces={monitoring}")
+CASES = Path(__file__).with_name("alerts.yaml")
 SCRAPED = {"namespace", "job", "pod"}
 """Labels that what is scraped has by the Prometheus Operator."""
 
@@ -190,6 +195,37 @@ def test_every_series_of_a_rule_is_one_that_is_told(settings: tuple[str, ...]) -
             elif isinstance(part, promql.BinaryExpr) and part.modifier and part.modifier.matching:
                 named = part.modifier.matching.labels
             assert all(set(named) <= SCRAPED | set(known[each.name]) for each in selectors(part.prettify()))
+
+
+def promtool_says(*arguments: str, folder: Path) -> str:
+    done = subprocess.run([str(promtool()), *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    """Their annotations, too, which are templates of its own."""
+    found = rules(*PODS)
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": found}]}))
+
+    assert f"{len(found)} rules found" in promtool_says("check", "rules", "rules.yaml", folder=tmp_path)
+
+
+def test_alerts_fire_when_they_should_and_at_no_other_time(tmp_path: Path) -> None:
+    silent = [{name: each for name, each in rule.items() if name != "annotations"} for rule in rules(*PODS)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": silent}]}))
+    (tmp_path / CASES.name).write_text(CASES.read_text())
+
+    promtool_says("test", "rules", CASES.name, folder=tmp_path)
+
+
+@pytest.mark.parametrize("fires", [True, False])
+def test_there_is_a_case_for_every_alert(fires: bool) -> None:
+    cases = [each for case in yaml.safe_load(CASES.read_text())["tests"] for each in case["alert_rule_test"]]
+
+    tried = {case["alertname"] for case in cases if ("exp_alerts" in case) is fires}
+
+    assert tried == {rule["alert"] for rule in rules(*PODS)}
 
 
 def test_the_words_of_an_alert_name_labels_that_it_has() -> None:
