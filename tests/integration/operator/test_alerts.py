@@ -1,7 +1,8 @@
-"""What the chart brings for the Prometheus Operator: alerts that name series which there are, and what scrapes them."""
+"""What the chart brings for Prometheus: alerts and a dashboard of series that there are, and what scrapes them."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections import Counter
@@ -24,7 +25,10 @@ from sft_operator.builders.job import build_job
 from sft_operator.config import PodSettings, Settings
 from sft_operator.decisions.status import write_status
 from sft_operator.metrics import OperatorMetrics
-from sft_trainer.supervisor.metrics import render
+from sft_trainer.supervisor.gpus import GpuFigures
+from sft_trainer.supervisor.host import HostFigures
+from sft_trainer.supervisor.metrics import render, render_machine
+from sft_trainer.supervisor.monitor import Sample
 from tests.cluster.binaries import promtool
 from tests.integration.operator.scene import CHART, OPERATOR_NAMESPACE, Object, helm, render_chart
 from tests.unit.operator.make import NOW, at, job_manifest, make_job, report, running, training
@@ -35,6 +39,12 @@ PODS = ("metrics.podMonitor.enabled=true", "networkPolicy.metricsNamespaces={mon
 CASES = Path(__file__).with_name("alerts.yaml")
 SCRAPED = {"namespace", "job", "pod"}
 """Labels that what is scraped has by the Prometheus Operator."""
+
+
+GPU = GpuFigures(0, utilization=1.0, memory_used=1, memory_total=2, slowed_by=frozenset())
+MACHINE = Sample(HostFigures(memory_used=1, memory_limit=2), (GPU,))
+ANY = {"$namespace", "$name", "2.."}
+"""What matchers of the dashboard select by."""
 
 
 def monitoring(*settings: str) -> dict[str, Object]:
@@ -74,22 +84,26 @@ def series(text: bytes) -> dict[str, dict[str, set[str]]]:
 
 def told() -> dict[str, dict[str, set[str]]]:
     """What the registries of operator and trainer tell of a run whose store refuses, of one in each state, and of one
-    that hung."""
+    that failed."""
     outage = StorageOutage(since=at(-60), ends=at(3540), failure=FailureClass.ACCESS_DENIED, message="no")
-    last = training(5, phase=Phase.TRAINING, storage_outage=outage)
+    figures = {"loss": 1.0, "eval_loss": 1.0, "tokens_per_second": 1.0, "model_flops_utilization": 0.4}
+    last = training(5, phase=Phase.TRAINING, storage_outage=outage, **figures)
     refuses = write_status(status_of(running(report=report(last))))
-    hung = {"goodput": {"lostGpuSeconds": {"hanging": 60.0}}}
+    saved = {"checkpoints": {"latest": {"time": "2026-01-01T12:00:00Z"}}}
     failed = {"conditions": [{"type": "Failed", "status": "True", "lastTransitionTime": "2026-01-01T12:00:00Z"}]}
-    statuses = [refuses, hung, failed, *(write_status(SFTJobStatus(state=state)) for state in get_args(State))]
+    statuses = [refuses, saved, failed, *(write_status(SFTJobStatus(state=state)) for state in get_args(State))]
     jobs = [{**job_manifest(), "status": status} for status in statuses]
-    of_operator = series(generate_latest(OperatorMetrics(lambda: jobs, lambda: 0).registry))
-    of_pods = series(render(Progress(training=last), Counter(), NOW))
+    metrics = OperatorMetrics(lambda: jobs, lambda: 0)
+    metrics.answered("get", "Pod", 200)
+    of_operator = series(generate_latest(metrics.registry))
+    of_pods = series(render(Progress(training=last), Counter(), NOW) + render_machine(MACHINE))
     # By the relabelling of the PodMonitor.
     return of_operator | {name: {**labels, "name": {"tulu"}} for name, labels in of_pods.items()}
 
 
 def test_nothing_of_it_is_there_unless_asked_for() -> None:
     assert monitoring() == {}
+    assert not any("sft-jobs.json" in item.get("data", {}) for item in render_chart())
     assert list(monitoring("metrics.serviceMonitor.enabled=true")) == ["ServiceMonitor"]
     assert list(monitoring(RULES)) == ["PrometheusRule"]
     assert list(monitoring(*PODS)) == ["PodMonitor"]
@@ -104,7 +118,13 @@ def test_the_api_server_adds_nothing_to_lists_that_argo_cd_would_take_for_a_chan
 
 
 def test_helm_has_nothing_against_it() -> None:
-    values = (RULES, *PODS, "metrics.serviceMonitor.enabled=true", "metrics.prometheusRule.labels.release=one")
+    values = (
+        RULES,
+        *PODS,
+        "metrics.serviceMonitor.enabled=true",
+        "metrics.dashboard.enabled=true",
+        "metrics.prometheusRule.labels.release=one",
+    )
     done = helm("lint", "--strict", str(CHART), *(f"--set={value}" for value in values))
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -112,7 +132,7 @@ def test_helm_has_nothing_against_it() -> None:
 
 def test_values_of_a_chart_that_did_not_know_it_are_no_fault() -> None:
     """With ``helm upgrade --reuse-values`` they are all that there is."""
-    nulls = ("metrics.podMonitor=null", "metrics.prometheusRule=null")
+    nulls = ("metrics.podMonitor=null", "metrics.prometheusRule=null", "metrics.dashboard=null")
     assert monitoring(*nulls) == {}
     assert list(monitoring("metrics.podMonitor=null", RULES)) == ["PrometheusRule"]
     (endpoint,) = monitoring("metrics.podMonitor.interval=null", *PODS)["PodMonitor"]["spec"]["podMetricsEndpoints"]
@@ -125,6 +145,7 @@ def test_values_of_a_chart_that_did_not_know_it_are_no_fault() -> None:
         ("metrics.prometheusRule.enabled=perhaps", "/metrics/prometheusRule/enabled"),
         ("metrics.prometheusRule.interval=30s", "'interval'"),
         ("metrics.prometheusRule.labels.a=1", "/metrics/prometheusRule/labels/a"),
+        ("metrics.dashboard.enabled=perhaps", "/metrics/dashboard/enabled"),
         ("metrics.podMonitor.interval=soon", "/metrics/podMonitor/interval"),
         ("metrics.podMonitor.port=1", "'port'"),
         ("metrics.serviceMonitor.interval=soon", "/metrics/serviceMonitor/interval"),
@@ -174,29 +195,6 @@ def test_the_rules_have_the_shape_that_a_prometheus_rule_has(settings: tuple[str
         assert all(isinstance(text, str) and text for text in texts)
 
 
-@pytest.mark.parametrize("settings", [PODS, ("watchNamespace=team", *PODS)])
-def test_every_series_of_a_rule_is_one_that_is_told(settings: tuple[str, ...]) -> None:
-    known = told()
-
-    for rule in rules(*settings):
-        found = list(selectors(rule["expr"]))
-        assert found
-        for selector in found:
-            assert selector.name in known, rule["alert"]
-            labels = known[selector.name]
-            for matcher in selector.matchers.matchers:
-                assert matcher.name in SCRAPED | set(labels), (rule["alert"], matcher.name)
-                if matcher.name not in SCRAPED:
-                    assert set(matcher.value.split("|")) <= labels[matcher.name], (rule["alert"], matcher.value)
-        for part in parts(rule["expr"]):
-            named: list[str] = []
-            if isinstance(part, promql.AggregateExpr):
-                named = part.modifier.labels if part.modifier else []
-            elif isinstance(part, promql.BinaryExpr) and part.modifier and part.modifier.matching:
-                named = part.modifier.matching.labels
-            assert all(set(named) <= SCRAPED | set(known[each.name]) for each in selectors(part.prettify()))
-
-
 def promtool_says(*arguments: str, folder: Path) -> str:
     done = subprocess.run([str(promtool()), *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -226,6 +224,67 @@ def test_there_is_a_case_for_every_alert(fires: bool) -> None:
     tried = {case["alertname"] for case in cases if ("exp_alerts" in case) is fires}
 
     assert tried == {rule["alert"] for rule in rules(*PODS)}
+
+
+@pytest.mark.parametrize("settings", [PODS, ("watchNamespace=team", *PODS)])
+def test_every_series_of_a_rule_is_one_that_is_told(settings: tuple[str, ...]) -> None:
+    known = told()
+
+    for rule in rules(*settings):
+        check_series(rule["expr"], known)
+
+
+def check_series(expression: str, known: dict[str, dict[str, set[str]]]) -> None:
+    """That all series of ``expression`` are ``known``, with the labels that it names and the values that it selects."""
+    found = list(selectors(expression))
+    assert found
+    for selector in found:
+        assert selector.name in known, expression
+        labels = known[selector.name]
+        for matcher in selector.matchers.matchers:
+            assert matcher.name in SCRAPED | set(labels), (expression, matcher.name)
+            if matcher.name not in SCRAPED and matcher.value not in ANY:
+                assert set(matcher.value.split("|")) <= labels[matcher.name], (expression, matcher.value)
+    for part in parts(expression):
+        named: list[str] = []
+        if isinstance(part, promql.AggregateExpr):
+            named = part.modifier.labels if part.modifier else []
+        elif isinstance(part, promql.BinaryExpr) and part.modifier and part.modifier.matching:
+            named = part.modifier.matching.labels
+        assert all(set(named) <= SCRAPED | set(known[each.name]) for each in selectors(part.prettify())), expression
+
+
+def dashboard() -> Object:
+    found = next(
+        item for item in render_chart("metrics.dashboard.enabled=true") if "sft-jobs.json" in item.get("data", {})
+    )
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    return dict(json.loads(found["data"]["sft-jobs.json"]))
+
+
+def test_every_series_of_the_dashboard_is_one_that_is_told() -> None:
+    known = told()
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+    for panel in panels:
+        assert panel["targets"]
+        for target in panel["targets"]:
+            expression = re.sub(r"\$__(rate_interval|range)", "5m", target["expr"])
+            check_series(expression, known)
+            first = next((part for part in parts(expression) if isinstance(part, promql.AggregateExpr)), None)
+            if first and not isinstance(promql.parse(expression), promql.BinaryExpr):
+                shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+                assert shown <= set(first.modifier.labels if first.modifier else ()), panel["title"]
+
+
+def test_the_dashboard_has_the_variables_that_its_queries_name() -> None:
+    found = dashboard()
+    variables = {variable["name"] for variable in found["templating"]["list"]}
+
+    named = set(re.findall(r"\$\{?(\w+)", json.dumps(found)))
+
+    assert {name for name in named if not name.startswith("__")} == variables
+    assert len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
 
 
 def test_the_words_of_an_alert_name_labels_that_it_has() -> None:
