@@ -62,7 +62,7 @@ class OperatorMetrics:
     def __init__(self, manifests: Callable[[], Iterable[Manifest]], queue_depth: Callable[[], int]) -> None:
         """``manifests`` gives all SFTJobs, ``queue_depth`` the keys that wait for a worker."""
         # A gauge for each counter, of when it began: Prometheus has no use for it, and it would double the series.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self.reconciles = Counter(
             "sft_operator_reconciles", "Reconciliations by result.", ["result"], registry=self.registry
