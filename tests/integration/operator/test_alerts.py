@@ -114,7 +114,16 @@ def test_the_api_server_adds_nothing_to_lists_that_argo_cd_would_take_for_a_chan
     the chart OutOfSync for ever."""
     (endpoint,) = monitoring(*PODS)["PodMonitor"]["spec"]["podMetricsEndpoints"]
 
-    assert [relabelling["action"] for relabelling in endpoint["relabelings"]] == ["replace"]
+    assert [relabelling["action"] for relabelling in endpoint["relabelings"]] == ["replace", "keep"]
+
+
+def test_pods_that_do_not_run_yet_are_no_targets() -> None:
+    """They are told as down, with an alert that most platforms have on all targets, while their image is pulled."""
+    (endpoint,) = monitoring(*PODS)["PodMonitor"]["spec"]["podMetricsEndpoints"]
+    (kept,) = [each for each in endpoint["relabelings"] if each["action"] == "keep"]
+
+    assert kept["sourceLabels"] == ["__meta_kubernetes_pod_phase"]
+    assert kept["regex"] == "Running"
 
 
 def test_helm_has_nothing_against_it() -> None:
