@@ -263,12 +263,24 @@ def check_series(expression: str, known: dict[str, dict[str, set[str]]]) -> None
         assert all(set(named) <= SCRAPED | set(known[each.name]) for each in selectors(part.prettify())), expression
 
 
+def dashboard_map(*settings: str) -> Object:
+    objects = render_chart("metrics.dashboard.enabled=true", *settings)
+    return next(item for item in objects if "sft-jobs.json" in item.get("data", {}))
+
+
 def dashboard() -> Object:
-    found = next(
-        item for item in render_chart("metrics.dashboard.enabled=true") if "sft-jobs.json" in item.get("data", {})
-    )
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    return dict(json.loads(found["data"]["sft-jobs.json"]))
+    found: Object = json.loads(dashboard_map()["data"]["sft-jobs.json"])
+    return found
+
+
+def test_grafana_finds_the_dashboard_by_its_label() -> None:
+    usual = {"grafana_dashboard": "1"}
+    for settings, labels in (
+        ((), usual),
+        (("metrics.dashboard.labels=null",), usual),
+        (("metrics.dashboard.labels.a=b",), {"a": "b"}),
+    ):
+        assert dashboard_map(*settings)["metadata"]["labels"].items() >= labels.items()
 
 
 def test_every_series_of_the_dashboard_is_one_that_is_told() -> None:
