@@ -368,7 +368,7 @@ def gathers_base(spec: SFTJobSpec, precision: str, processes: int) -> bool:
 
 def _trained_bytes(spec: SFTJobSpec) -> int:
     """Of each trained weight, and of its gradient."""
-    return BYTES[spec.training.parameter_dtype]
+    return BYTES[spec.training.held_dtype]
 
 
 def _base_bytes(spec: SFTJobSpec, precision: str) -> int:
@@ -392,7 +392,7 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
     if offloads(spec):
         return {"parameters": 0, "gradients": 0, "optimizer": 0, "reserve": reserve}
     held = _trained_bytes(spec)
-    gradients = BYTES["fp32" if casts_sums(spec, plan) else spec.training.parameter_dtype] * share
+    gradients = BYTES["fp32" if casts_sums(spec, plan) else spec.training.held_dtype] * share
     return {
         "parameters": held * share + ceil(base / plan.shard_degree),
         "gradients": 4 * trained if keeps_whole_gradients(plan) else gradients,

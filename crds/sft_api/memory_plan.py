@@ -430,8 +430,8 @@ def _changes(
     adapters, whole = spec, ""
     if fsdp and spec.trains_all:
         # Adapters are fp32.
-        whole = "" if spec.training.parameter_dtype == "fp32" else ", without parameterDtype"
-        adapters = _with(spec.model_copy(update={"lora": LoraSpec()}), "training", parameter_dtype="fp32")
+        whole = "" if spec.training.held_dtype == "fp32" else ", without parameterDtype"
+        adapters = _with(spec.model_copy(update={"lora": LoraSpec()}), "training", parameter_dtype=None)
         yield f"lora{whole}", adapters, plan
     if adapters.lora and _takes(adapters, plan, shape) > WARNED_SHARE * gpu and (packed := _packed(adapters, shape)):
         yield f"lora{' with ' if spec.trains_all else '.'}basePrecision: {packed.quantised}{whole}", packed, plan
@@ -442,7 +442,7 @@ def _changes(
     if spec.training.optimizer.state_dtype == "fp32":
         optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
         yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
-    if spec.training.parameter_dtype == "fp32" and plan.precision == "bf16" and spec.lora is None:
+    if spec.training.held_dtype == "fp32" and plan.precision == "bf16" and spec.lora is None:
         yield "training.parameterDtype: bf16", _with(spec, "training", parameter_dtype="bf16"), plan
     if not offloads(spec):
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""

@@ -388,7 +388,7 @@ def _for_memory(spec: SFTJobSpec) -> list[Decision]:
     training, fsdp = spec.training, spec.strategy.fsdp if spec.strategy else None
     chosen = [
         ("activations", training.activation_checkpointing, "none", "training.activationCheckpointing"),
-        ("weights", training.parameter_dtype, "fp32", "training.parameterDtype"),
+        ("weights", training.held_dtype, "fp32", "training.parameterDtype"),
         ("moments", training.optimizer.state_dtype, "fp32", "training.optimizer.stateDtype"),
         ("sums of gradients", fsdp.reduce_dtype if fsdp else "fp32", "fp32", "strategy.fsdp.reduceDtype"),
     ]

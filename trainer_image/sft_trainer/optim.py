@@ -55,7 +55,7 @@ def build_optimizer(
         if params
     ]
     betas = (options.betas[0], options.betas[1])
-    if "bf16" in (options.state_dtype, spec.training.parameter_dtype):
+    if "bf16" in (options.state_dtype, spec.training.held_dtype):
         state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
         return RoundedAdamW(groups, names, held, lr=peak, betas=betas, eps=options.eps, state_dtype=state_dtype)
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)

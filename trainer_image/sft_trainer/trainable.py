@@ -67,7 +67,7 @@ EVERYTHING = Trainable(trains=lambda name: True)
 def trainable_of(config: TrainerConfig) -> Trainable:
     """What ``config`` says: all of the model, some modules of it, adapters beside it, or both."""
     spec = config.spec
-    trained = DTYPES[spec.training.parameter_dtype]
+    trained = DTYPES[spec.training.held_dtype]
     if spec.trains_all:
         return replace(EVERYTHING, base_dtype=trained, trained_dtype=trained)
     modules = spec.training.trainable_modules or ()

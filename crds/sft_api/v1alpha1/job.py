@@ -63,6 +63,7 @@ _SHARE = (
 )
 
 
+_HELD_IN_FP32 = "!has(self.training.parameterDtype) || self.training.parameterDtype == 'fp32'"
 _EVALUATES = "((has(self.data.eval) && size(self.data.eval) > 0) || has(self.data.heldOut))"
 _OVERRIDES = "self.model.configOverrides"
 _ROTARY = f"{_OVERRIDES}.rope_parameters"
@@ -231,20 +232,20 @@ class SFTJobSpec(ApiModel):
             ),
         ),
         Rule(
-            "self.training.parameterDtype == 'fp32' || (has(self.training.precision) ? self.training.precision == "
-            "'bf16' : self.compute.gpusPerNode > 0)",
+            f"{_HELD_IN_FP32} || (has(self.training.precision) ? self.training.precision == 'bf16' : "
+            "self.compute.gpusPerNode > 0)",
             "training.parameterDtype: bf16 needs training.precision: bf16 (the default on GPUs alone): weights that "
             "are held in bf16 are computed with in bf16; or leave parameterDtype out",
             lambda self: (
-                self.training.parameter_dtype == "fp32"
+                self.training.held_dtype == "fp32"
                 or (self.training.precision or ("bf16" if self.compute.gpus_per_node else "fp32")) == "bf16"
             ),
         ),
         Rule(
-            "self.training.parameterDtype == 'fp32' || !has(self.lora)",
+            f"{_HELD_IN_FP32} || !has(self.lora)",
             "training.parameterDtype: bf16 is for weights of the model's own, and lora trains adapters, which are fp32 "
             "and small: leave one of them out (lora.basePrecision says how the frozen weights are held)",
-            lambda self: self.training.parameter_dtype == "fp32" or self.lora is None,
+            lambda self: self.training.held_dtype == "fp32" or self.lora is None,
         ),
         Rule(
             f"!has({_OVERRIDES}) || !has({_OVERRIDES}.max_position_embeddings) || "

@@ -195,9 +195,9 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or self.training.optimizer.state_dtype == "fp32",
         ),
         Rule(
-            f"{_ABSENT} || self.training.parameterDtype == 'fp32'",
+            f"{_ABSENT} || !has(self.training.parameterDtype) || self.training.parameterDtype == 'fp32'",
             "strategy.megatron needs training.parameterDtype: fp32; or choose strategy.fsdp",
-            lambda self: megatron_of(self) is None or self.training.parameter_dtype == "fp32",
+            lambda self: megatron_of(self) is None or self.training.held_dtype == "fp32",
         ),
         Rule(
             f"{_ABSENT} || self.training.routerAuxLossCoefficient == 0.0",

@@ -273,12 +273,12 @@ class TrainingSpec(ApiModel):
         "parameterDtype, strategy and optimizer say otherwise. bf16 on GPUs and fp32 on CPU when absent. On GPUs fp32 "
         "is slow: attention is computed document by document.",
     )
-    parameter_dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32",
-        description="Precision in which trained weights are held: with bf16 they take 2 bytes in place of 4, on GPUs "
-        "and in checkpoints, and so do their gradients. Updates are computed in fp32, and weights rounded "
-        "stochastically, because most updates are smaller than what bf16 can tell apart. Needs precision: bf16, and "
-        "weights of the model's own: no lora.",
+    parameter_dtype: Literal["fp32", "bf16"] | None = Field(
+        default=None,
+        description="Precision in which trained weights are held, fp32 when absent: with bf16 they take 2 bytes in "
+        "place of 4, on GPUs and in checkpoints, and so do their gradients. Updates are computed in fp32, and weights "
+        "rounded stochastically, because most updates are smaller than what bf16 can tell apart. Needs precision: "
+        "bf16, and weights of the model's own: no lora.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
@@ -331,3 +331,8 @@ class TrainingSpec(ApiModel):
             lambda self: self.global_batch_size is None or self.global_batch_tokens is None,
         ),
     )
+
+    @property
+    def held_dtype(self) -> Literal["fp32", "bf16"]:
+        """Precision in which trained weights are held."""
+        return self.parameter_dtype or "fp32"
