@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.run.runs import Place
+from tests.forks import Forks
+from tests.integration.run.runs import Place, environment_of_runs
 
 LONG: dict[str, Any] = {"training": {"steps": 60, "globalBatchTokens": 512}, "checkpoint": {"everySteps": 20}}
 """Sections of a job that is disturbed in the middle."""
@@ -19,15 +20,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_place(tmp_path_factory: pytest.TempPathFactory, tiny_inputs: Any, cache: Path) -> Callable[[str], Place]:
+def forks(cache: Path) -> Iterator[Forks]:
+    """Starts the commands of this session."""
+    forks = Forks(environment_of_runs(cache))
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def make_place(
+    tmp_path_factory: pytest.TempPathFactory, tiny_inputs: Any, cache: Path, forks: Forks
+) -> Callable[[str], Place]:
     """Makes folders to run jobs in."""
-    return lambda name: Place(tmp_path_factory.mktemp(name), tiny_inputs, cache)
+    return lambda name: Place(tmp_path_factory.mktemp(name), tiny_inputs, cache, forks.popen)
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_inputs: Any, cache: Path) -> Iterator[Place]:
+def place(tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks) -> Iterator[Place]:
     """A folder for one test."""
-    made = Place(tmp_path / "place", tiny_inputs, cache)
+    made = Place(tmp_path / "place", tiny_inputs, cache, forks.popen)
     yield made
     assert not made.kill(), "of a test that failed: it would take the time of all others"
 

@@ -1,6 +1,7 @@
 """`sft run` with the real trainer on tiny inputs, and what it leaves behind."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -21,6 +22,18 @@ from tests.waiting import PATIENCE_SECONDS, Patience, T, wait_until
 _STANDING = Path(__file__).parents[2] / "standing"
 """A folder for PYTHONPATH, with the callback of a run that stands still."""
 _NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
+
+NEW_PROCESS: Callable[..., subprocess.Popen[str]] = functools.partial(subprocess.Popen, text=True)
+
+
+def environment_of_runs(cache: Path) -> dict[str, str]:
+    """Of commands that keep in ``cache`` what they have fetched and tokenised."""
+    return {
+        **{name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+        "SFT_CACHE_DIR": str(cache),
+        "HF_HOME": str(cache / "huggingface"),
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
 
 
 @dataclass(frozen=True)
@@ -50,16 +63,15 @@ class Place:
     _goes_on: Path | None
     """What a run that stands still waits for."""
 
-    def __init__(self, folder: Path, inputs: Any, cache: Path) -> None:
+    def __init__(
+        self, folder: Path, inputs: Any, cache: Path, popen: Callable[..., subprocess.Popen[str]] = NEW_PROCESS
+    ) -> None:
+        """``popen`` starts its commands."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.popen = popen
         self.folder = folder
         self.inputs = inputs
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
-            "SFT_CACHE_DIR": str(cache),
-            "HF_HOME": str(cache / "huggingface"),
-            "AWS_EC2_METADATA_DISABLED": "true",
-        }
+        self.environment = environment_of_runs(cache)
 
     def job(self, name: str = "tiny", **sections: Any) -> dict[str, Any]:
         """A manifest on the tiny inputs; ``sections`` are merged into its spec."""
@@ -88,13 +100,12 @@ class Place:
         file.write_text(yaml.safe_dump(job))
         name = job["metadata"]["name"] + ("-dummy-run" if "dummyRun" in job["spec"]["training"] else "")
         self._goes_on, self._run_dir = None, self.store(name) / "run"
-        self._started = subprocess.Popen(
+        self._started = self.popen(
             [sys.executable, "-m", "sft_cli.main", "run", file.name, "--output", "json", *options],
             cwd=self.folder,
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         return self._started
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.object_store import ObjectStore
+from tests.forks import Forks
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import fill, make_read_only, small_disk
 from tests.integration.run.runs import Ended, Place, assert_failed, assert_refused, step_numbers
@@ -86,11 +87,11 @@ def test_a_model_that_is_not_in_the_bucket(place: Place, server: ObjectStore) ->
 
 
 def test_a_disk_without_a_byte_left_for_anything_ends_as_any_full_place(
-    tmp_path: Path, tiny_inputs: Any, cache: Path
+    tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
 ) -> None:
     # Given a run that saved, on a disk that something else then fills to the last byte
     with small_disk(tmp_path / "disk", kilobytes=3000) as disk:
-        place = Place(disk, tiny_inputs, cache)
+        place = Place(disk, tiny_inputs, cache, forks.popen)
         process = place.start(place.job(**ENDLESS, runPolicy={"storageDeadlineSeconds": 2}))
         place.wait_until(lambda: place.reported().get("checkpoints", {}).get("latest"))
         fill(disk / "filler")

@@ -91,13 +91,15 @@ def test_of_a_model_on_the_hub_only_config_and_tokenizer_are_fetched(place: Plac
 
 
 def sft_export(place: Place, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    process = place.popen(
         [sys.executable, "-m", "sft_cli.main", "export", "tiny.yaml", *options],
         cwd=place.folder,
         env={**place.environment, **environment},
-        capture_output=True,
-        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+    out, said = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, said)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["worker killed", "run stopped"])

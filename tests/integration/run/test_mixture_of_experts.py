@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.forks import Forks
 from tests.integration.run.runs import Place, step_numbers
 from tests.integration.run.test_good_runs import evaluation_of
 from tests.parity.mixtures import make_mixture
@@ -29,13 +30,15 @@ SECTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(params=["qwen3_moe", "gpt_oss"])
-def experts(request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, cache: Path) -> Iterator[Place]:
+def experts(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
+) -> Iterator[Place]:
     """Experts of each by themselves in fp32, and all of them in MXFP4, the rest in bf16."""
     folder = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", request.param)
     inputs = dataclasses.replace(
         tiny_inputs, model=folder / "model", train=folder / "data" / "train.jsonl", eval=folder / "data" / "eval.jsonl"
     )
-    made = Place(tmp_path / "place", inputs, cache)
+    made = Place(tmp_path / "place", inputs, cache, forks.popen)
     yield made
     assert not made.kill()
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.object_store import ObjectStore
 from tests.fault_proxy import Answer, FaultProxy, Hold, Says, fault_proxy
+from tests.forks import Forks
 from tests.integration.run.conftest import LONG
 from tests.integration.run.disks import enlarge, fill, small_disk
 from tests.integration.run.runs import Place, assert_failed, step_numbers
@@ -28,11 +29,11 @@ def outage(place: Place) -> dict[str, Any]:
 
 
 def test_a_disk_that_is_full_is_waited_for_until_somebody_makes_room(
-    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
+    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
 ) -> None:
     # Given room for two checkpoints, but not for a third beside them
     with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
-        place = Place(disk, tiny_inputs, cache)
+        place = Place(disk, tiny_inputs, cache, forks.popen)
         process = place.start(place.job(**LONG))
 
         # When the run has come to its end, and waits with what it could not save
@@ -53,10 +54,10 @@ def test_a_disk_that_is_full_is_waited_for_until_somebody_makes_room(
 
 
 def test_a_full_disk_ends_the_run_at_its_deadline_and_keeps_what_was_saved(
-    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path
+    undisturbed: Place, tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
 ) -> None:
     with small_disk(tmp_path / "disk", kilobytes=1500) as disk:
-        place = Place(disk, tiny_inputs, cache)
+        place = Place(disk, tiny_inputs, cache, forks.popen)
         # In the background a save that finds the one before it on its way would be that of a later step.
         checkpoint = {**LONG["checkpoint"], "async": False}
         ended = place.run(place.job(**{**LONG, "checkpoint": checkpoint}, runPolicy={"storageDeadlineSeconds": 2}))
