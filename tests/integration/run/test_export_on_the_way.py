@@ -79,9 +79,8 @@ def way(versitygw: ObjectStore) -> Iterator[Gate]:
         yield made
 
 
-def begun(place: Place, way: Gate, job: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
-    """The run of ``job``, whose first export has written its weights and comes no further."""
-    process = place.start(job, **environment)
+def begun(process: subprocess.Popen[str], way: Gate) -> subprocess.Popen[str]:
+    """The run of ``process``, once its first export has written its weights and comes no further."""
     wait_until(lambda: way.held.is_set() or process.poll() is not None, EXPORT_SECONDS)
     assert process.poll() is None, process.communicate()[1]
     return process
@@ -101,7 +100,7 @@ def test_one_that_is_killed_in_the_middle_goes_on_with_what_is_missing(
 ) -> None:
     # Given a run that is through but for its export on the way
     export = versitygw.folder / BUCKET / "killed" / "export" / "step-00000010"
-    process = begun(place, way, job_of(place, way, versitygw, "killed", 10), **credentials(versitygw))
+    process = begun(place.start(job_of(place, way, versitygw, "killed", 10), **credentials(versitygw)), way)
     written = (export / "model.safetensors").stat()
     assert (export / EXPORT_MARK).exists()
 
@@ -121,16 +120,16 @@ def test_one_that_is_killed_in_the_middle_goes_on_with_what_is_missing(
 
 
 def test_a_run_that_is_stopped_while_it_exports_makes_it_up(place: Place, versitygw: ObjectStore, way: Gate) -> None:
-    # Given a long run, stopped while it exports
+    # Given a long run, stopped while it exports: it stands still meanwhile, or it would make thousands of steps
     export = versitygw.folder / BUCKET / "stopped" / "export" / "step-00000010"
     job = job_of(place, way, versitygw, "stopped", 1_000_000)
-    ended = place.interrupt(begun(place, way, job, **credentials(versitygw)))
+    ended = place.interrupt(begun(place.start_standing(job, 12, **credentials(versitygw)), way))
     assert (ended.code, ended.status["state"]) == (30, "Suspended"), ended.said
     way.open.set()
     assert not (export / "config.json").exists()
 
     # When it goes on, then that export is made
-    process = place.start(job, **credentials(versitygw))
+    process = place.start_standing(job, 15, **credentials(versitygw))
     wait_until(lambda: (export / "config.json").exists() or process.poll() is not None, EXPORT_SECONDS)
     again = place.interrupt(process)
     assert (again.code, again.status["state"]) == (30, "Suspended"), again.said
