@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.peft_files import FIELD, FILES, PeftFiles, plain_name
+from sft_api.peft_files import FIELD, FILES, PeftFiles, StoredTensor, plain_name
 from sft_api.place import EXPORT_ADAPTER
 from sft_api.v1alpha1.lora import LoraSpec
 
@@ -113,20 +113,20 @@ def _sources(
             f"{left[0]!r}: name modules that were trained whole (modules_to_save) in training.trainableModules; what "
             "is no adapter of this model can only be merged into it with peft, and named in model.uri"
         )
-    found: dict[str, tuple[Entry, str]] = {}
+    found: dict[str, tuple[Entry, StoredTensor | None]] = {}
     for name, entry in entries.items():
-        if name not in files.tensors:
-            continue
-        key = files.tensors[name].key
+        stored = files.tensors.get(name)
         for part in entry.parts:
-            # Tied weights are there under both of their names: peft ties nothing, and may have trained them apart.
-            _, other = found.setdefault(part.name, (entry, key))
-            if other != key and not _equal(folder, other, key):
+            # Tied weights are there under both of their names: peft ties nothing, and may have trained them apart, or
+            # one of them alone.
+            first, other = found.setdefault(part.name, (entry, stored))
+            if other != stored and not (other and stored and _equal(folder, other.key, stored.key)):
                 raise ModelError(
-                    f"{uri}, which {FIELD} names, has other values for {key!r} than for {other!r}, which is the same "
-                    "tensor in this model: merge the adapters into it with peft, and name that in model.uri"
+                    f"{uri}, which {FIELD} names, has other values for {entry.name!r} than for {first.name!r}, which "
+                    "is the same tensor in this model: merge the adapters into it with peft, untied "
+                    "(tie_word_embeddings: false), and name that in model.uri"
                 )
-    return found
+    return {name: (entry, stored.key) for name, (entry, stored) in found.items() if stored}
 
 
 def _equal(folder: Path, name: str, other: str) -> bool:
