@@ -25,6 +25,7 @@ _MERGE = "merge them into the model with peft (merge_and_unload), and name that 
 _PICKLED = "adapter_model.bin"
 _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+_LONGEST_NAME = 512
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "base_model.model."
 _NAME_OF_ADAPTER = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
@@ -108,6 +109,11 @@ class PeftFiles:
         ``linear`` are all linear layers of the model but its head, ``adapted`` those that ``lora`` means, full names;
         None where nobody knows them yet. Raises ``AdapterFilesError`` for adapters that no ``lora`` has.
         """
+        if linear is not None and (other := next((name for name in self.ranks if name not in {*linear}), None)):
+            raise AdapterFilesError(
+                f"it has adapters of {other}, which is no linear layer of this model that can have some here (its head "
+                f"has none): name the model that they belong to in model.uri, or {_MERGE}"
+            )
         of_layers, of_experts = self._one("rank", self.ranks), self._one("rank of experts", self._ranks_of_experts)
         scaling = self._one("scale (alpha / rank)", self._scalings)
         ranks = [(of_layers, lora.rank), (of_experts, lora.rank_of_experts)]
@@ -174,13 +180,25 @@ class PeftFiles:
 
     @property
     def _ranks_of_experts(self) -> dict[str, int]:
-        return {name: self._rank(name) for name in self.experts}
+        return {name: self._rank(name) for name in self._every_experts}
+
+    @cached_property
+    def _every_experts(self) -> list[str]:
+        """Full names of what ``experts`` mean, which patterns may tell apart."""
+        layers = [layer.replace(".base_layer", "") for layer in self._adapted if self._of_experts(layer)]
+        found = [(f"{layer}.{name.rpartition('.')[2]}", name) for layer in layers for name in self.experts]
+        return [*dict.fromkeys(full for full, name in found if named(full, [name]))]
+
+    @cached_property
+    def _adapted(self) -> list[str]:
+        """Names of all modules that have a matrix of adapters."""
+        return sorted({found["layer"] for found in map(_FACTOR.fullmatch, self.tensors) if found})
 
     @property
     def _scalings(self) -> dict[str, float]:
         """By which what is added to each layer is multiplied, as peft reads its patterns."""
         found = {}
-        for name in (*self.ranks, *self.experts):
+        for name in (*self.ranks, *self._every_experts):
             rank = self._rank(name)
             alpha = _of_pattern(self.config, "alpha_pattern", name, _number(self.config, "lora_alpha", 8))
             found[name] = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -223,7 +241,7 @@ class PeftFiles:
             )
         for field, value in self.config.items():
             if field not in _KNOWN and value not in (None, False, 0, "none", "", [], {}):
-                said = json.dumps({field: value})[1:-1][:200]
+                said = f"{json.dumps(field):.100}: {_shown(value)}"
                 raise AdapterFilesError(f"its {EXPORT_ADAPTER_CONFIG} has {said}, which there is not here: {_MERGE}")
         if (begun := self.config.get("init_lora_weights")) not in _FIRST_VALUES:
             raise AdapterFilesError(
@@ -234,13 +252,12 @@ class PeftFiles:
         for name in ("rank_pattern", "alpha_pattern"):
             if not isinstance(self.config.get(name) or {}, dict):
                 raise AdapterFilesError(f"its {name} is no mapping: save the adapters anew")
-        layers = {found["layer"] for found in map(_FACTOR.fullmatch, self.tensors) if found}
-        if (unnamed := next(filter(self._of_experts, sorted(layers)), None)) and not self.experts:
+        if (unnamed := next(filter(self._of_experts, self._adapted), None)) and not self.experts:
             raise AdapterFilesError(
                 f"it has adapters of {unnamed}, and target_parameters names no experts: they lie there in a form that "
                 f"is not read here; {_MERGE}"
             )
-        if not self.ranks and not self.experts:
+        if not self.ranks and not self._every_experts:
             raise AdapterFilesError(f"its {EXPORT_ADAPTER} holds no adapters (lora_A, lora_B): save them anew")
         for layer, rank in self.ranks.items():
             if rank != self._rank(layer):
@@ -251,10 +268,12 @@ class PeftFiles:
         for name, tensor in self.tensors.items():
             if tensor.dtype not in _DTYPES:
                 raise AdapterFilesError(
-                    f"tensor {tensor.key!r} is stored as {tensor.dtype}: adapters are read in fp32, bf16 or fp16"
+                    f"tensor {tensor.key!r} is stored as {tensor.dtype!r:.100}: adapters are read in fp32, bf16 or fp16"
                 )
             if (found := _FACTOR.fullmatch(name)) and len(tensor.shape) != 2:
-                raise AdapterFilesError(f"{found['layer']} has adapters of shape {tensor.shape}, and no matrices")
+                raise AdapterFilesError(
+                    f"{found['layer']} has adapters of shape {tensor.shape!s:.100}, and no matrices"
+                )
 
 
 def plain_name(key: str) -> str:
@@ -292,13 +311,13 @@ def _tensors(file: Path) -> dict[str, StoredTensor]:
         ]
         end = max((int(each["data_offsets"][1]) for each in entries.values()), default=0)
         size = file.stat().st_size
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterFilesError(f"{file} is not a safetensors file ({error}): fetch the adapters again") from error
     if size != 8 + length + end:
         raise AdapterFilesError(f"{file} has {size} bytes, and its header says {8 + length + end}: fetch it again")
     for tensor in stored:
         # They are told to people, and may be anybody's.
-        if not (tensor.key.isascii() and tensor.key.isprintable()):
+        if not (tensor.key.isascii() and tensor.key.isprintable() and len(tensor.key) <= _LONGEST_NAME):
             raise AdapterFilesError(f"{file} has a tensor {tensor.key!a:.200}, which no model has: save them anew")
         name = plain_name(tensor.key)
         if name in found:
@@ -315,7 +334,7 @@ def _of_pattern(config: Mapping[str, Any], field: str, name: str, default: float
     """What ``field`` says of the layer ``name``: peft takes the first of its patterns that fits."""
     for key, value in (config.get(field) or {}).items():
         if not _PLAIN.fullmatch(key):
-            raise AdapterFilesError(f"its {field} has the pattern {key!r}, and only names are read: {_MERGE}")
+            raise AdapterFilesError(f"its {field} has the pattern {key!r:.100}, and only names are read: {_MERGE}")
         if name == key.removeprefix("^") if key.startswith("^") else named(name, [key]):
             return _positive(f"{field}[{key!r}]", value)
     return default
@@ -323,5 +342,12 @@ def _of_pattern(config: Mapping[str, Any], field: str, name: str, default: float
 
 def _positive(field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise AdapterFilesError(f"{EXPORT_ADAPTER_CONFIG} has {field}: {json.dumps(value)[:100]}, which is none")
+        raise AdapterFilesError(f"{EXPORT_ADAPTER_CONFIG} has {field}: {_shown(value)}, which is none")
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:200]
+    except RecursionError:  # it was read a call or two higher up
+        return "what is nested too deep"

@@ -1,5 +1,6 @@
 """Files of adapters: what of them a run can begin with, and what its manifest has to say for that."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from sft_api.model_shape import shape_of
 from sft_api.numbers import Numbers
 from sft_api.peft_files import AdapterFilesError, PeftFiles, plain_name
 from sft_api.v1alpha1 import LoraSpec, SFTJobSpec
-from tests.peft_folders import adapters_in, zeros
+from tests.peft_folders import CONFIG, adapters_in, zeros
 
 LINEAR = [f"model.layers.{block}.self_attn.{name}" for block in (0, 1) for name in ("q_proj", "k_proj", "v_proj")]
 Q_AND_V = [name for name in LINEAR if "k_proj" not in name]
@@ -77,6 +78,13 @@ def test_layers_that_are_missing_are_seen_where_the_layers_of_the_model_are_know
     assert "targetModules: [all-linear]" in every.problem(lora(targetModules=["q_proj"]), LINEAR, LINEAR[:1])
 
 
+def test_what_cannot_be_named_in_a_manifest_is_not_advised(tmp_path: Path) -> None:
+    for layer in ("lm_head", "model.layers.0.mlp.experts.0.w1"):
+        files = PeftFiles.read(adapters_in(tmp_path / layer, *Q_AND_V, layer))
+        with pytest.raises(AdapterFilesError, match=f"it has adapters of {layer}, which is no linear layer of this "):
+            files.problem(lora(), LINEAR, Q_AND_V)
+
+
 @pytest.mark.parametrize(("rank", "alpha"), [(16, "64"), (8, "45.25483399593904")])
 def test_what_is_scaled_by_the_root_of_the_rank_has_an_alpha_here(tmp_path: Path, rank: int, alpha: str) -> None:
     files = PeftFiles.read(adapters_in(tmp_path, *Q_AND_V, r=rank, use_rslora=True))
@@ -104,10 +112,15 @@ def test_experts_have_a_rank_of_their_own(tmp_path: Path) -> None:
     assert both.problem(lora(targetModules=names, expertRank=3)) == ""
     for fields in ({"targetModules": names}, {}):
         assert "expertRank: 3, targetModules: [q_proj, v_proj, experts.gate_up_proj]" in both.problem(lora(**fields))
-    with pytest.raises(AdapterFilesError, match=r"not one scale .*: 2 of .*q_proj, 5.33333 of experts.gate_up_proj; "):
+    with pytest.raises(AdapterFilesError, match=r"not one scale .*: 2 of .*q_proj, 5.33333 of .*gate_up_proj; "):
         PeftFiles.read(adapters_in(tmp_path, *Q_AND_V, inner, ranks=ranks, **experts)).problem(lora())
     with pytest.raises(AdapterFilesError, match=r"adapters of model.layers.0.mlp.experts, and target_parameters names"):
         PeftFiles.read(adapters_in(tmp_path, *Q_AND_V, inner, ranks=ranks))
+    # As peft has it a pattern may mean the experts of one layer
+    pattern = {"experts.gate_up_proj": 6, "layers.0.mlp.experts.gate_up_proj": 7}
+    one = {**experts, "alpha_pattern": dict(reversed(pattern.items()))}
+    with pytest.raises(AdapterFilesError, match=r"not one scale .*, 2.33333 of .*layers.0.mlp.experts.gate_up_proj"):
+        PeftFiles.read(adapters_in(tmp_path, *Q_AND_V, inner, ranks=ranks, **one)).problem(lora())
     alone = PeftFiles.read(
         adapters_in(tmp_path, inner, ranks=ranks, alpha_pattern={"experts.gate_up_proj": 6}, **experts)
     )
@@ -195,14 +208,39 @@ def test_broken_files_are_told_and_never_raise_anything_else(tmp_path: Path) -> 
     zeros(weights, {f"{name}.weight": (8, 4), f"{name}.default.weight": (8, 4)})
     assert "save one adapter alone" in said()
     adapters_in(tmp_path, *Q_AND_V, dtype="I8")
-    assert "is stored as I8: adapters are read in fp32, bf16 or fp16" in said()
+    assert "is stored as 'I8': adapters are read in fp32, bf16 or fp16" in said()
     zeros(weights, {f"{name}\x1b[2J.weight": (8, 4)})
     assert r"has a tensor 'base_model.model.model.layers.0.self_attn.q_proj.lora_A\x1b[2J.weight', which no" in said()
+    zeros(weights, {f"{name}{'A' * 100_000}.weight": (8, 4)})
+    assert ", which no model has" in said()
+    assert len(said()) < 1000
     zeros(weights, {f"{name}.weight": (8, 4, 2)})
     assert "has adapters of shape (8, 4, 2), and no matrices" in said()
+    for entry in ({"shape": [math.inf, 4]}, {"data_offsets": [0, math.inf]}):
+        header = {f"{name}.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128], **entry}}
+        text = json.dumps(header).encode()
+        weights.write_bytes(len(text).to_bytes(8, "little") + text + bytes(128))
+        assert "is not a safetensors file (cannot convert float infinity to integer)" in said()
+    text = json.dumps({f"{name}.weight": {"dtype": "\x1b[2J", "shape": [8, 4], "data_offsets": [0, 128]}}).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + bytes(128))
+    assert r"is stored as '\x1b[2J': adapters are read" in said()
     for text in ("{", "[1]", '"'):
         (tmp_path / "adapter_config.json").write_text(text)
         assert "adapter_config.json" in said()
+
+
+@pytest.mark.parametrize("field", ["r", "tomorrow", "peft_type", "init_lora_weights"])
+def test_what_is_nested_as_deep_as_can_be_read_is_told_too(tmp_path: Path, field: str) -> None:
+    adapters_in(tmp_path, *Q_AND_V)
+    whole = json.dumps({**CONFIG, field: None})
+    told = set[str]()
+    for depth in range(800, 1000):
+        text = whole.replace(f'"{field}": null', f'"{field}": {"[" * depth}{"]" * depth}')
+        (tmp_path / "adapter_config.json").write_text(text)
+        with pytest.raises(AdapterFilesError) as error:
+            PeftFiles.read(tmp_path)
+        told.add(str(error.value)[-40:])
+    assert len(told) > 1  # what can be read, and what cannot
 
 
 def test_names_are_those_of_the_model_whatever_was_put_around_them() -> None:
