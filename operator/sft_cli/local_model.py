@@ -11,8 +11,7 @@ from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
 from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, uncounted, wrong_sizes
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
-from sft_api.peft_files import AdapterFilesError, PeftFiles
-from sft_api.place import EXPORT_ADAPTER_CONFIG
+from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
@@ -116,8 +115,11 @@ def absent_data_warning(spec: SFTJobSpec) -> str:
 def adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
     """What would have a run refused that begins with adapters, as far as these are on this machine; else empty."""
     lora = spec.lora
-    file = _config(lora.adapter_uri, EXPORT_ADAPTER_CONFIG) if lora and lora.adapter_uri else None
-    if lora is None or file is None or not file.parent.is_dir():
+    if lora is None or lora.adapter_uri is None:
+        return ""
+    # The hub's cache may have one of them, where somebody has looked at that alone.
+    file, *others = (_config(lora.adapter_uri, name) for name in FILES)
+    if file is None or None in others or not file.parent.is_dir():
         return ""
     layers = (None, None) if shape is None else linear_of(shape, spec)
     try:

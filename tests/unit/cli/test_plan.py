@@ -182,7 +182,10 @@ def test_adapters_to_begin_with_are_looked_at_where_they_are_on_this_machine(
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert "lora.adapterUri" not in told("hf://org/adapters@abc", **own)
-    adapters_in(tmp_path / "hub" / "models--org--adapters" / "snapshots" / "abc", *layers)
+    snapshot = adapters_in(tmp_path / "hub" / "models--org--adapters" / "snapshots" / "abc", *layers)
+    weights = (snapshot / "adapter_model.safetensors").rename(tmp_path / "aside")
+    assert "lora.adapterUri" not in told("hf://org/adapters@abc", rank=16)
+    weights.rename(snapshot / "adapter_model.safetensors")
     assert advice in told("hf://org/adapters@abc", rank=16)
 
 
