@@ -126,6 +126,9 @@ class PeftFiles:
             "alpha": self._alpha(rank, scaling),
             **({"expertRank": of_experts} if of_experts not in (None, rank) else {}),
             "targetModules": f"[{', '.join(self._targets(linear))}]",
+            # What it writes is taken as it is: with no more QLoRA would be none.
+            **({"dropout": lora.dropout} if lora.dropout else {}),
+            **({"basePrecision": lora.base_precision} if lora.base_precision else {}),
         }
         write = ", ".join(f"{name}: {value}" for name, value in words.items())
         without = ", without excludeModules" if lora.exclude_modules else ""

@@ -49,6 +49,11 @@ def test_what_the_manifest_has_to_say_is_said(tmp_path: Path, fields: dict[str, 
     assert problem.endswith("without excludeModules") == ("excludeModules" in fields)
 
 
+def test_what_the_manifest_may_have_otherwise_stays_in_what_it_has_to_say(tmp_path: Path) -> None:
+    problem = PeftFiles.read(adapters_in(tmp_path, *Q_AND_V)).problem(lora(rank=4, dropout=0.1, basePrecision="nf4"))
+    assert "targetModules: [q_proj, v_proj], dropout: 0.1, basePrecision: nf4, adapterUri: …}" in problem
+
+
 def test_layers_that_are_missing_are_seen_where_the_layers_of_the_model_are_known(tmp_path: Path) -> None:
     # Given all that the default means, and files that have less: by their own words nobody knows
     files = PeftFiles.read(adapters_in(tmp_path / "some", *Q_AND_V))
