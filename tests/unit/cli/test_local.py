@@ -278,8 +278,9 @@ def test_the_export_is_not_written_over_the_model_it_came_from(tmp_path: Path) -
     exported.mkdir(parents=True)
     (tmp_path / "latest").symlink_to(exported)
 
-    for model in (exported, tmp_path / "latest"):
-        (problem,) = problems(job(model={"uri": f"file://{model}"}), folder=tmp_path)
+    for read in (exported, tmp_path / "latest"):
+        (problem,) = problems(job(model={"uri": f"file://{read}"}), folder=tmp_path)
+        assert problems(job(lora={"adapterUri": f"file://{read}"}), folder=tmp_path) == (problem,)
         assert problem.startswith("spec: export.uri (export/ in checkpoint.uri when absent) must be neither model.uri")
         assert problem.endswith(f"; checkpoints go to file://{tmp_path}/sft-runs/tiny")
     prepared(job(model={"uri": f"file://{exported}"}, export={"atEnd": False}), folder=tmp_path)
