@@ -109,10 +109,10 @@ class PeftFiles:
         ``linear`` are all linear layers of the model but its head, ``adapted`` those that ``lora`` means, full names;
         None where nobody knows them yet. Raises ``AdapterFilesError`` for adapters that no ``lora`` has.
         """
-        if linear is not None and (other := next((name for name in self.ranks if name not in {*linear}), None)):
+        if linear is not None and (others := [*self.ranks.keys() - {*linear}]):
             raise AdapterFilesError(
-                f"it has adapters of {other}, which is no linear layer of this model that can have some here (its head "
-                f"has none): name the model that they belong to in model.uri, or {_MERGE}"
+                f"it has adapters of {min(others)}, which is no linear layer of this model that can have some here "
+                f"(its head has none): name the model that they belong to in model.uri, or {_MERGE}"
             )
         of_layers, of_experts = self._one("rank", self.ranks), self._one("rank of experts", self._ranks_of_experts)
         scaling = self._one("scale (alpha / rank)", self._scalings)
