@@ -113,7 +113,7 @@ _INSTEAD = {
     "training.schedule.decayRatio": "training.schedule.decaySteps",
 }
 """What says nothing, whatever it is by default, where the other field is given."""
-_MODEL, _SOURCES = "model.uri", "data.train"
+_MODEL, _SOURCES, _HELD_OUT = "model.uri", "data.train", "data.heldOut.fraction"
 _ORIGIN = "checkpoint.resume.from.uri"
 _FIRST_ADAPTERS = "lora.adapterUri"
 _NO_POSITION = (
@@ -284,6 +284,14 @@ class Numbers:
         both = (path for path in {*self.values, *other.values} if path.startswith(_OVERRIDES))
         return self._differences(other, both)
 
+    def rows_shown(self, other: "Numbers") -> list[str]:
+        """``differences`` in what is held out, where this run trained rows that ``other`` holds out."""
+        mine, theirs = (numbers.values.get(_SOURCES) for numbers in (self, other))
+        if other.values.get(_HELD_OUT) is None or not (isinstance(mine, list) and isinstance(theirs, list)):
+            return []
+        trained = [_rows_of(source) for source in mine]
+        return self._differences(other, [_HELD_OUT]) if any(_rows_of(source) in trained for source in theirs) else []
+
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained, and of the model at most some modules."""
@@ -443,6 +451,11 @@ def _in_source(path: str, here: Any, there: Any) -> list[str]:
         return [f"{path}: {_quoted(here)} -> {_quoted(there)}"]
     both = [(name, *(s.get(name, _SOURCE_DEFAULTS.get(name)) for s in (here, there))) for name in {**here, **there}]
     return [f"{path}.{name}: {_quoted(a)} -> {_quoted(b)}" for name, a, b in both if a != b]
+
+
+def _rows_of(source: JsonValue) -> list[JsonValue] | None:
+    """What decides which rows a source has; None of what is none."""
+    return [source.get(name) for name in ("uri", "subset", "split")] if isinstance(source, dict) else None
 
 
 def _quoted(value: Any) -> str:

@@ -30,7 +30,7 @@ from .checkpoints import (
 from .numbers import Numbers, NumbersError
 from .progress import STOPPED_EARLY_CHARACTERS, Phase, TrainingProgress
 from .report import checkpoint_status, checkpoints_status, finite
-from .v1alpha1 import ExportStatus, SFTJobSpec
+from .v1alpha1 import HELD_OUT, ExportStatus, SFTJobSpec
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
@@ -276,11 +276,18 @@ def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 
 
-def other_overrides(theirs: Numbers, mine: Numbers) -> str:
+def doubts_of_weights(theirs: Numbers, mine: Numbers) -> str:
     """What to say of weights that a run with the numbers ``theirs`` trained, where one with ``mine`` begins with them:
-    the same weights give other values with another config. Empty where it is the same."""
-    changes = ", ".join(theirs.override_differences(mine))
-    return f"its weights were trained with another config of the model ({changes})" if changes else ""
+    the same weights give other values with another config, and know rows that only ``mine`` holds out. Empty where
+    there is nothing to say."""
+    config, rows = (", ".join(changes) for changes in (theirs.override_differences(mine), theirs.rows_shown(mine)))
+    told = [f"its weights were trained with another config of the model ({config})"] if config else []
+    if rows:
+        told.append(
+            f"its weights were trained on rows that are held out here ({rows}): the loss of {HELD_OUT} is no measure "
+            "for what they have not seen"
+        )
+    return "; ".join(told)
 
 
 def folder_name(name: str, numbers: Numbers) -> str:

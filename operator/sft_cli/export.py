@@ -125,7 +125,7 @@ def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, b
         if not scored:
             raise UserError(
                 f"no checkpoint in {uri} was evaluated, so that none is the best: give --step ({_steps(verified)}), or "
-                "train with data.eval or data.heldOut, and training.evaluation.everySteps"
+                "train with data.eval or data.heldOut, and training.evaluation.everySteps or everyEpochs"
             )
         return next(each for each in verified if (each.attempt, each.step) == (scored[0].attempt, scored[0].step))
     chosen = [each for each in verified if step in (None, each.step)]

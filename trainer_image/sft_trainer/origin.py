@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sft_api.checkpoints import Manifest, RunState
 from sft_api.numbers import Numbers, NumbersError
-from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError, other_overrides
+from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError, doubts_of_weights
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.runtime import OriginSpec
 
@@ -81,9 +81,9 @@ class Origin:
         return saving.begin_from(self._store, self.find, boxes, accepted, goes_on=self.goes_on)
 
     def warning(self, run: RunState) -> str:
-        """What to tell whoever begins with the weights of ``run``; empty where they give the values that they gave."""
+        """What to tell whoever begins with the weights of ``run``; empty where there is nothing."""
         try:
-            other = other_overrides(Numbers.read(run.numbers), self._config.numbers())
+            other = doubts_of_weights(Numbers.read(run.numbers), self._config.numbers())
         except NumbersError:
             return ""
         return f"{self.uri}, which {ORIGIN_FIELD} names: {other}" if other else ""

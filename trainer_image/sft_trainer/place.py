@@ -24,8 +24,8 @@ from sft_api.place import (
     continued_from,
     decode_done,
     decode_record,
+    doubts_of_weights,
     encode_record,
-    other_overrides,
 )
 from sft_api.trainer_config import TrainerConfig
 
@@ -231,7 +231,7 @@ def _to_go_on(config: TrainerConfig, saved: Manifest | None) -> str:
     paste = continued_from(config.checkpoint_uri, saved.step, theirs, config.numbers())
     if not paste:
         return ""
-    other = other_overrides(theirs, config.numbers())
+    other = doubts_of_weights(theirs, config.numbers())
     return (
         f"; to go on after its step {saved.step} as another run, give that one a place of its own and, in spec, {paste}"
         + (f", without {ADAPTER_FIELD}" if config.spec.lora and config.spec.lora.adapter_uri else "")

@@ -18,9 +18,9 @@ from sft_api.place import (
     continued_from,
     decode_done,
     decode_record,
+    doubts_of_weights,
     encode_done,
     encode_record,
-    other_overrides,
 )
 
 NUMBERS = Numbers({"model.uri": "hf://org/model", "data.train": [{"uri": "hf://org/data"}], "training.seed": 7})
@@ -140,10 +140,27 @@ def test_what_goes_on_elsewhere_is_told_as_yaml(field: str, value: int, what: st
 def test_weights_of_another_config_are_told_of() -> None:
     factor = "model.configOverrides.rope_parameters.factor"
     theirs = Numbers({**NUMBERS.values, factor: 4})
-    assert other_overrides(theirs, NUMBERS) == (
+    assert doubts_of_weights(theirs, NUMBERS) == (
         f"its weights were trained with another config of the model ({factor}: 4 -> not set)"
     )
-    assert other_overrides(theirs, Numbers({**theirs.values, "training.seed": 9})) == ""
+    assert doubts_of_weights(theirs, Numbers({**theirs.values, "training.seed": 9})) == ""
+
+
+def test_weights_that_know_rows_which_are_held_out_are_told_of() -> None:
+    field = "data.heldOut.fraction"
+    twentieth, tenth = (Numbers({**NUMBERS.values, field: fraction}) for fraction in (0.05, 0.1))
+    said = (
+        f"its weights were trained on rows that are held out here ({field}: {{}} -> 0.05): the loss of held-out is no "
+        "measure for what they have not seen"
+    )
+    assert doubts_of_weights(NUMBERS, twentieth) == said.format("not set")
+    assert doubts_of_weights(tenth, twentieth) == said.format("0.1")
+    # The same rows, none, or those of other sources.
+    for theirs, mine in ((twentieth, twentieth), (twentieth, NUMBERS)):
+        assert doubts_of_weights(theirs, mine) == ""
+    others: list[Any] = [{"uri": "hf://org/other"}, {"uri": "hf://org/data", "split": "test"}, "damaged"]
+    for source in others:
+        assert doubts_of_weights(Numbers({**NUMBERS.values, "data.train": [source]}), twentieth) == ""
 
 
 @pytest.mark.parametrize(
