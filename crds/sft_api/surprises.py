@@ -4,16 +4,20 @@ Examples longer than a model's positions, steps that a run does not come to, a w
 over several nodes, stages that wait, what needs GPUs without any.
 """
 
+from collections import defaultdict
+from itertools import pairwise
 from typing import Any, Literal
 
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
 from .plan import decay_steps, make_plan, warmup_steps
 from .sequence_parallel import nodes_warning
+from .splits import parse_split
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 
 _Recorded = Literal["profile", "memorySnapshot"]
+_MANY_ROWS = 10**12
 _LOST: dict[_Recorded, str] = {"profile": "trace", "memorySnapshot": "snapshot"}
 
 
@@ -30,6 +34,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
         _export_warning(spec),
         _evaluation_warning(spec),
+        _held_out_warning(spec),
         "" if training.steps is None else schedule_warning(spec, training.steps),
     ]
     windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
@@ -87,6 +92,32 @@ def _evaluation_warning(spec: SFTJobSpec) -> str:
     else:
         return ""
     return f"training.evaluation.{given}, and the run has {run}: it is evaluated at its end alone"
+
+
+def _held_out_warning(spec: SFTJobSpec) -> str:
+    """Rows are drawn by their places: those that lie at two may be drawn at the one, and trained at the other."""
+    if spec.data.held_out is None:
+        return ""
+    # Of sources with the same slices the same rows are drawn.
+    sources = {
+        (source.uri, source.subset, "+".join(map(str, parse_split(source.split or "train"))))
+        for source in spec.data.train
+    }
+    pieces: dict[tuple[str, str | None, str, bool], list[tuple[int, int, str]]] = defaultdict(list)
+    for uri, subset, split in sources:
+        for piece in parse_split(split):
+            # How many rows a percentage is nobody knows here.
+            for percent in {True, False} if str(piece) == piece.split else {piece.percent}:
+                pieces[uri, subset, piece.split, percent].append((*piece.bounds(_MANY_ROWS), str(piece)))
+    for (uri, *_), found in sorted(pieces.items(), key=str):
+        for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
+            if start < stop:
+                return (
+                    f"data.train has rows of {uri} twice, in {one} and in {other}, and data.heldOut draws by the "
+                    "places in each source: rows that are held out of the one are trained in the other; name slices "
+                    "that share no rows, or twice the same"
+                )
+    return ""
 
 
 def schedule_warning(spec: SFTJobSpec, steps: int) -> str:

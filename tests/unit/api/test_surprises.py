@@ -155,3 +155,35 @@ def test_a_window_behind_the_last_step_is_warned_of(what: str, lost: str) -> Non
     assert of(5) == of(None) == []
     dummy = said(monitoring={what: {"startStep": 5}}, training={"dummyRun": {"steps": 20}}, compute={"gpusPerNode": 1})
     assert dummy == [f"monitoring.{what} is left out of a dummy run: no {lost}"]
+
+
+@pytest.mark.parametrize(
+    ("splits", "twice"),
+    [
+        ([None, "train[:50%]"], "in train[:50%] and in train"),
+        (["train[:60%]", "train[40%:]"], "in train[:60%] and in train[40%:]"),
+        (["train[:500]", "train[100:200]"], "in train[:500] and in train[100:200]"),
+        (["test+train", "train[-10:]"], "in train and in train[-10:]"),
+        (["train+train[:10%]"], "in train[:10%] and in train"),
+        # The same rows are drawn in both, or no row is in both, as far as one can tell.
+        ([None, "train"], ""),
+        (["train[:60%]", "train[0%:60%]"], ""),
+        (["train[:50%]", "train[50%:]"], ""),
+        (["train[:-100]", "train[-100:]"], ""),
+        (["train", "test"], ""),
+        (["train[:500]", "train[50%:]"], ""),
+    ],
+)
+def test_rows_that_are_named_at_two_places_may_be_held_out_of_one_alone(splits: list[str | None], twice: str) -> None:
+    train = [{"uri": "hf://a/b", "split": split} for split in splits]
+
+    def told(train: list[dict[str, Any]], **data: Any) -> list[str]:
+        return surprises(job(model={"uri": EIGHT_BILLION}, data={"train": train, **data}).spec, None)
+
+    found = told(train, heldOut={"fraction": 0.05})
+    assert [text.split(", and data.heldOut")[0] for text in found] == (
+        [f"data.train has rows of hf://a/b twice, {twice}"] if twice else []
+    )
+    assert told(train) == []
+    if len(train) > 1:
+        assert told([train[0] | {"subset": "en"}, *train[1:]], heldOut={"fraction": 0.05}) == []
