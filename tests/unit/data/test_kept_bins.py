@@ -28,9 +28,12 @@ class Machine:
         monkeypatch.setattr(kept_bins, "_LEAST_WINDOWS", 2)
         monkeypatch.setattr(batches, "first_fit_decreasing", self._pack)
 
-    def start(self, *, digest: str = "a", longest: int = 300, **training: Any) -> StepSchedule:
+    def start(self, *, digest: str = "a", longest: int = 300, passes_of: str = "", **training: Any) -> StepSchedule:
         spec = {"epochs": 2, "steps": None, "globalBatchTokens": 8192, **training}
-        config = resolve(manifest(self.cache, self.cache / "store", training=spec))
+        sections: dict[str, Any] = {"checkpoint": {"everyEpochs": 1}} if passes_of == "checkpoint" else {}
+        if passes_of == "evaluation":
+            spec["evaluation"], sections["data"] = {"everyEpochs": 1}, {"heldOut": {"fraction": 0.1}}
+        config = resolve(manifest(self.cache, self.cache / "store", training=spec, **sections))
         source: Any = FakeExamples(np.random.default_rng(1).integers(2, longest, EXAMPLES).tolist())
         source.digest = digest
         self.packed = 0
@@ -62,6 +65,22 @@ def test_a_start_packs_what_it_trains_on_alone(machine: Machine) -> None:
         one, other = first.step(index), again.step(index)
         assert [bin_.rows.tolist() for bin_ in one.bins] == [bin_.rows.tolist() for bin_ in other.bins]
         assert (one.tokens, one.trained_tokens) == (other.tokens, other.trained_tokens)
+
+
+@pytest.mark.parametrize("field", ["checkpoint", "evaluation"])
+def test_a_start_counts_no_pass_again_for_intervals_in_passes(machine: Machine, field: str) -> None:
+    bounded: dict[str, Any] = {"steps": 10, "epochs": None}
+    alone = machine.start(**bounded)
+    assert machine.packed == 0
+    asked = machine.start(**bounded, passes_of=field)
+    assert machine.packed == 5
+    again = machine.start(**bounded, passes_of=field)
+    assert again.steps_per_epoch == asked.steps_per_epoch
+    assert machine.packed == 0
+    # Behind the pass, too, its steps are those of a run that counts none.
+    for index in (0, 2 * int(again.steps_per_epoch)):
+        one, other = alone.step(index), again.step(index)
+        assert [bin_.rows.tolist() for bin_ in one.bins] == [bin_.rows.tolist() for bin_ in other.bins]
 
 
 @pytest.mark.parametrize("change", [{"digest": "b", "longest": 200}, {"seed": 1}, {"epochs": 3}])

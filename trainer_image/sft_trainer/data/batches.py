@@ -166,17 +166,23 @@ class PackedBatches:
         """Bins before window w; grows as windows are packed."""
         self._cached: dict[int, list[Bin]] = {}
         self.total_steps: int | None = None
+        if known is not None and len(known) == -(-(self._limit or stream.epoch_size) // self._window):
+            self._ends = [*accumulate(known, initial=0)]
         if self._limit is not None:
-            if known is not None and len(known) == -(-self._limit // self._window):
-                self._ends = [*accumulate(known, initial=0)]
             self._pack_up_to(self._limit)
             self.total_steps = -(-self._ends[-1] // bins_per_step)
 
     @property
     def steps_per_epoch(self) -> Fraction:
-        # Without a limit the windows of a pass are counted now; the last one may reach into the next pass.
-        examples = self._limit or self._pack_up_to(self._stream.epoch_size)
+        examples = self.count_pass()
         return Fraction(self._ends[-1] * self._stream.epoch_size, examples * self._bins_per_step)
+
+    def count_pass(self) -> int:
+        """Count the bins of a pass, which of much data takes a while; of all passes where epochs end the run.
+
+        Returns how many examples these are: the last window of a pass may reach into the next one.
+        """
+        return self._limit or self._pack_up_to(self._stream.epoch_size)
 
     @property
     def bins(self) -> list[int]:

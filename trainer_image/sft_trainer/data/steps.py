@@ -37,7 +37,9 @@ def plan_steps(
             shuffle=spec.data.sampler == "random",
             known=known,
         )
-        if kept and packed.total_steps is not None and packed.bins != known:
+        if spec.training.evaluation.every_epochs is not None or spec.checkpoint.every_epochs is not None:
+            packed.count_pass()
+        if kept and packed.bins and packed.bins != known:
             kept.keep(packed.bins)
         steps: StepSchedule = packed
     else:
