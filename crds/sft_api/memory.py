@@ -395,7 +395,8 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
     gradients = BYTES["fp32" if casts_sums(spec, plan) else spec.training.held_dtype] * share
     return {
         "parameters": held * share + ceil(base / plan.shard_degree),
-        "gradients": 4 * trained if keeps_whole_gradients(plan) else gradients,
+        # One process has nobody to sum them with: they are added up where they stay, as they are held.
+        "gradients": 4 * trained if plan.processes > 1 and keeps_whole_gradients(plan) else gradients,
         "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
         "reserve": reserve,
     }

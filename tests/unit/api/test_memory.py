@@ -426,6 +426,11 @@ def test_weights_in_bf16_and_their_gradients_are_half_as_large() -> None:
     # Sums over replicas stay fp32 until the last micro-batch of a step
     replicas = {"strategy": {"fsdp": {"shardDegree": 4}}}
     assert estimated(**in_bf16, **replicas).gradients == estimated(**replicas).gradients
+    # And those of the whole model, but for one process, which has nobody to sum them with
+    once = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}, "training": {"globalBatchSize": 64}}
+    once_in_bf16 = {**once, "training": {**once["training"], **in_bf16["training"]}}
+    assert estimated(**once_in_bf16).gradients == estimated(**once).gradients
+    assert estimated(gpus=1, **once_in_bf16).gradients == estimated(gpus=1, **in_bf16).gradients
     asked = job(**in_bf16, compute={"gpusPerNode": 8}).spec
     assert staging_bytes(1_000_000, asked) == 10_000_000
     offloaded = job(**in_bf16, compute={"gpusPerNode": 1}, strategy={"fsdp": {"cpuOffload": True}}).spec
