@@ -239,10 +239,13 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
             (root + alone + (computed + summed) * sizes.trained_block, earlier, computed * head),
         ]
     ends = [root + (computed + summed) * sizes.trained_root + summed * sizes.trained_block]
+    tied = sizes.root < 2 * head
+    if tied and not copies:
+        # Both gradients of tied weights, and what becomes of them, before that is added to what stays.
+        ends = [3 * computed * head]
     if copies and keeps_whole_gradients(plan):
         # At the end of the first pass the root's gradients become fp32 as they are made, both of tied weights before
         # one is added to the other.
-        tied = sizes.root < 2 * head
         ends = [root + (8 * head if tied else computed * (sizes.trained_root - head))]
     if casts_sums(spec, plan):
         ends = [end + _trained_bytes(spec) * ceil(sizes.trained / plan.shard_degree) for end in ends]

@@ -265,6 +265,8 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     ),
     "8B, weights in bf16": ("meta-llama/Llama-3.1-8B", 3, 4096, 2, 2, HALF),
     "8B, weights in bf16, alone": ("meta-llama/Llama-3.1-8B", 3, 1024, 1, 1, HALF),
+    # The gradient of tied weights is made twice, and added up
+    "1B, weights in bf16, alone": ("meta-llama/Llama-3.2-1B", 2, 256, 1, 1, HALF),
     # Sums of a replica are in fp32 until the last micro-batch, and so are those of the whole model
     "1B, weights in bf16, replicas": ("meta-llama/Llama-3.2-1B", 4, 256, 2, 1, HALF),
     "1B, weights in bf16, gradients of the whole model": ("meta-llama/Llama-3.2-1B", 4, 256, 8, 8, {**HALF, **ONCE}),
