@@ -123,6 +123,7 @@ def test_a_run_that_is_stopped_while_it_exports_makes_it_up(place: Place, versit
     # Given a long run, stopped while it exports: it stands still meanwhile, or it would make thousands of steps
     export = versitygw.folder / BUCKET / "stopped" / "export" / "step-00000010"
     job = job_of(place, way, versitygw, "stopped", 1_000_000)
+    job["spec"]["checkpoint"]["async"] = False  # its commit would be told with the next step only
     ended = place.interrupt(begun(place.start_standing(job, 12, **credentials(versitygw)), way))
     assert (ended.code, ended.status["state"]) == (30, "Suspended"), ended.said
     way.open.set()
