@@ -215,6 +215,10 @@ SENTENCES = {
     "training: {save_steps: 10}": "unknown field spec.training.save_steps; did you mean spec.checkpoint.everySteps?",
     "training: {evalSteps: 10}": "unknown field spec.training.evalSteps; did you mean "
     "spec.training.evaluation.everySteps?",
+    "evals_per_epoch: 4": "unknown field spec.evals_per_epoch; did you mean "
+    "spec.training.evaluation.everyEpochs: 0.25?",
+    "training: {pure_bf16: true}": "unknown field spec.training.pure_bf16; did you mean "
+    "spec.training.parameterDtype: bf16?",
     "training: {batch_size: 8}": "unknown field spec.training.batch_size; did you mean spec.training.globalBatchSize?",
     "training: {bf16: true}": "unknown field spec.training.bf16; did you mean spec.training.precision?",
     "training: {lr_scheduler_type: linear}": "unknown field spec.training.lr_scheduler_type; did you mean "
