@@ -309,8 +309,7 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
     each = 2 * _trained_bytes(spec) + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
-    precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
-    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, precision), spec.quantised)
+    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, spec.precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
 
 

@@ -227,11 +227,10 @@ class Numbers:
         """The numbers of ``spec``, whatever machine it runs on and however its values are written."""
         document = spec.model_dump(mode="json", exclude_none=True)
         shares = spec.compute.processes // spec.processes_a_share
-        precision = spec.training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32")
         learned: dict[str, Any] = {
             "training.optimizer.learningRate": spec.training.optimizer.learning_rate,
-            "training.precision": precision,
-            **(_adapters(spec.lora, spec.training.optimizer.learning_rate, precision) if spec.lora else {}),
+            "training.precision": spec.precision,
+            **(_adapters(spec.lora, spec.training.optimizer.learning_rate, spec.precision) if spec.lora else {}),
             # Names in one order.
             "training.trainableModules": sorted({*(spec.training.trainable_modules or [])}) or None,
         }

@@ -66,7 +66,7 @@ def make_plan(
         pipeline_parallel=megatron.pipeline_parallel_degree if megatron else 1,
         expert_parallel=megatron.expert_parallel_degree if megatron else 1,
         shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
-        precision=training.precision or ("bf16" if spec.compute.gpus_per_node else "fp32"),
+        precision=spec.precision,
         compile=_compiles(spec, known_shape(spec.model.uri)),
         learning_rate=training.optimizer.learning_rate
         or (DEFAULT_LORA_LEARNING_RATE if spec.lora else DEFAULT_LEARNING_RATE),

@@ -236,10 +236,7 @@ class SFTJobSpec(ApiModel):
             "self.compute.gpusPerNode > 0)",
             "training.parameterDtype: bf16 needs training.precision: bf16 (the default on GPUs alone): weights that "
             "are held in bf16 are computed with in bf16; or leave parameterDtype out",
-            lambda self: (
-                self.training.held_dtype == "fp32"
-                or (self.training.precision or ("bf16" if self.compute.gpus_per_node else "fp32")) == "bf16"
-            ),
+            lambda self: self.training.held_dtype == "fp32" or self.precision == "bf16",
         ),
         Rule(
             f"{_HELD_IN_FP32} || !has(self.lora)",
@@ -346,6 +343,11 @@ class SFTJobSpec(ApiModel):
     def sequence_parallel(self) -> int:
         """Processes that share the tokens of a micro-batch, by FSDP."""
         return self.strategy.fsdp.sequence_parallel_degree if self.strategy and self.strategy.fsdp else 1
+
+    @property
+    def precision(self) -> Literal["bf16", "fp32"]:
+        """Compute precision, also where the manifest leaves it open."""
+        return self.training.precision or ("bf16" if self.compute.gpus_per_node else "fp32")
 
     @property
     def trains_all(self) -> bool:
