@@ -76,8 +76,8 @@ def difference(fingerprints: Sequence[Fingerprint]) -> str:
             found.append(f"{name} is " + ", but ".join(f"{value} on {_spans(who)}" for value, who in ranks.items()))
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
-        f"the processes do not hold the same: {'; '.join(found[:_SHOWN])}{more}. Pin model.uri and data.*.uri to a "
-        "commit (@revision), let all nodes see the same files, and give all pods one image by its digest"
+        f"the processes do not hold the same: {'; '.join(found[:_SHOWN])}{more}. Pin model.uri, data.*.uri and "
+        "lora.adapterUri to a commit (@revision), let all nodes see the same files, and give all pods one image by its digest"
     )
 
 
