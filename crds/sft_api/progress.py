@@ -13,7 +13,7 @@ from .failures import FailureClass
 from .times import Time
 from .v1alpha1.base import ReportModel
 from .v1alpha1.goodput import SpentSeconds
-from .v1alpha1.status import CheckpointsStatus, ExportStatus
+from .v1alpha1.status import CheckpointsStatus, ExportStatus, SlowGpuStatus
 
 PROGRESS_PORT = 8471
 """Port of the supervisor's HTTP server in every pod: /v1/progress, /metrics, /healthz."""
@@ -23,6 +23,8 @@ STOPPED_EARLY_CHARACTERS = 500
 DUMMY_RUN_CHARACTERS = 500
 MOST_EXPORTS = 10
 """Of those of steps on the way that are told."""
+MOST_SLOW_GPUS = 10
+"""Of those that are told: the first of many say enough."""
 MOST_WARNINGS = 20
 """So many a status shows, the newest."""
 MOST_LAST_INCIDENTS = 20
@@ -131,6 +133,8 @@ class TrainingProgress(ReportModel):
     """Of steps on the way, newest first."""
     storage_outage: StorageOutage | None = None
     """While nothing can be saved."""
+    slow_gpus: list[SlowGpuStatus] = Field(default_factory=list, max_length=MOST_SLOW_GPUS)
+    """Those that hold the others up now, the longest known first; the supervisor of index 0 finds them."""
     curve_uri: str | None = Field(default=None, max_length=2048)
     """The picture of the losses, once there is one."""
     # No bound: trainers of before it was kept told more. The first wrong one ends it: each would be told.

@@ -7,6 +7,7 @@
 ``incidents.json``       how the attempts before ended (``EarlierIncidents``): index 0's supervisor writes its own
                          before each start, rank 0 adds those that earlier claims tell of
 ``memory/rank-<r>.json`` on GPUs every worker writes an ``AllocatedMemory`` every few seconds
+``gpu-times/rank-<r>.json`` on GPUs every worker writes a ``GpuTimes`` every ten minutes
 ``nccl/``                NCCL's flight recorder: pipes through which it is asked for what it holds, and what it wrote
 ``stop``                 the supervisor creates it on SIGTERM: the workers agree on it, save, and leave
 """
@@ -17,7 +18,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from .v1alpha1.base import ReportModel
 
@@ -27,6 +28,7 @@ INCIDENTS_FILE = "incidents.json"
 ACTIVITY_FOLDER = "activity"
 ERRORS_FOLDER = "errors"
 MEMORY_FOLDER = "memory"
+GPU_TIMES_FOLDER = "gpu-times"
 NCCL_FOLDER = "nccl"
 STOP_FILE = "stop"
 
@@ -44,6 +46,21 @@ class AllocatedMemory(ReportModel):
     """With what it keeps for the next ones."""
     peak: int
     """Most that tensors have held."""
+
+
+class GpuTimes(ReportModel):
+    """How long a GPU took for the same short work as all others of the run, in seconds; the best of a few tries."""
+
+    look: int = Field(ge=1, le=2**53)
+    """Counts these looks of one start: all processes take one after the same step."""
+    gpu: int = Field(ge=0, le=4096)
+    """Its number among those of the pod."""
+    uuid: str = Field(max_length=64)
+    model: str = Field(max_length=128)
+    products: float = Field(ge=1e-9, le=1e6)
+    """Of matrices, which are in its caches."""
+    memory: float = Field(ge=1e-9, le=1e6)
+    """Of reading and writing what is not."""
 
 
 def write_atomically(path: Path, document: BaseModel) -> None:

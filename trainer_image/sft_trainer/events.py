@@ -31,6 +31,8 @@ class Request(Enum):
     STOP = "stop"
     """Save and leave; whoever starts the run again goes on."""
     SAVE = "save"
+    TIME_GPUS = "time-gpus"
+    """Have each process time its GPU: all after the same step, as each of them holds up all others meanwhile."""
 
 
 class Control:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import Alive
@@ -15,6 +17,7 @@ from .due import EvaluatesWhenDue, FinishesWhenNoBetter, Intervals, SavesWhenDue
 from .events import Listener
 from .export.on_the_way import ExportsOnTheWay
 from .gpu_memory import TellsAllocatedMemory
+from .gpu_times import GpuWork, TimesGpu
 from .keeps_tokens import KeepsTokens, is_shared
 from .memory_snapshot import MemorySnapshot
 from .profiling import Profile
@@ -47,9 +50,11 @@ class OurListeners:
         saving: Saving,
         reporter: Reporter,
         stop_file: Path,
+        device: torch.device,
         sources: Callable[[], Sequence[TokenizedSource]],
     ) -> "OurListeners":
-        """``stop_file``, in the run directory, is the supervisor's word that the run shall save and leave."""
+        """``device`` computes for this process; ``stop_file``, in the run directory, is the supervisor's word that the
+        run shall save and leave."""
         alive = Alive(config, store, stop_file)
         # What a run has once is written by one process.
         written: list[Listener] = [
@@ -71,6 +76,7 @@ class OurListeners:
         of_gpus: list[Listener] = []
         if config.spec.compute.gpus_per_node:
             of_gpus.append(TellsAllocatedMemory(stop_file.parent, topology.rank))
+            of_gpus.append(TimesGpu(stop_file.parent, topology.rank, GpuWork(device), leads=topology.writes))
             if (wanted := config.spec.monitoring.memory_snapshot) is not None:
                 name = f"rank-{topology.rank:05d}"
                 of_gpus.append(MemorySnapshot(wanted, store, reporter, name, writes=topology.writes))

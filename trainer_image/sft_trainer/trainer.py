@@ -346,6 +346,7 @@ class Trainer:
             self.saving,
             self.reporter,
             self._stop_file,
+            self.device,
             lambda: self.prepared.sources,
         )
         self.events = Listeners([*self.ours.in_order(), *self._theirs], self.control)

@@ -38,6 +38,7 @@ from .status import (
     ProgressStatus,
     RestartsStatus,
     SFTJobStatus,
+    SlowGpuStatus,
 )
 from .workload import (
     CallbackSpec,
@@ -93,6 +94,7 @@ __all__ = [
     "SFTJobSpec",
     "SFTJobStatus",
     "ScheduleSpec",
+    "SlowGpuStatus",
     "SpentSeconds",
     "StrategySpec",
     "TrainSource",

@@ -238,6 +238,20 @@ class ExportStatus(ApiModel):
     step: int = Field(description="Steps done when it was written.")
 
 
+class SlowGpuStatus(ApiModel):
+    """A GPU that is slower than the run's others of its model. A speed of 0.7 is 30% below their median."""
+
+    pod: Annotated[int, Field(ge=0)] = Field(description="Index of its pod.")
+    node: Annotated[str, Field(max_length=253)] = Field(default="", description="Node that the pod runs on.")
+    gpu: Annotated[int, Field(ge=0)] = Field(description="Its number among those of the pod.")
+    rank: Annotated[int, Field(ge=0)] = Field(description="Of the process that trains on it.")
+    uuid: Annotated[str, Field(max_length=64)] = Field(description="As nvidia-smi -L tells it.")
+    model: Annotated[str, Field(max_length=128)] = Field(description="Name of the device.")
+    products_speed: Annotated[float, Field(ge=0)] = Field(description="How fast it multiplies matrices.")
+    memory_speed: Annotated[float, Field(ge=0)] = Field(description="How fast it reads and writes its memory.")
+    since: Timestamp = Field(description="When that was first seen.")
+
+
 class SFTJobStatus(ApiModel):
     """What the job reports."""
 
@@ -270,6 +284,10 @@ class SFTJobStatus(ApiModel):
     )
     warnings: Annotated[list[Text], Field(max_length=20)] = Field(
         default_factory=list, description="What the user should know about data, settings and losses, the newest last."
+    )
+    slow_gpus: Annotated[list[SlowGpuStatus], Field(max_length=10)] = Field(
+        default_factory=list,
+        description="GPUs that hold all others up now, as they are slower than those of their model, at most 10.",
     )
     retried: Annotated[str, Field(max_length=256)] = Field(
         default="",

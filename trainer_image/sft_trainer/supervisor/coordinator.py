@@ -26,6 +26,7 @@ from .output import Output
 from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, RayHead, Report
 from .refusals import Refusals
 from .settings import Settings
+from .slow_gpus import SlowGpus
 
 _SHOWN_WARNINGS = 10
 """Of machines, in the report of a run."""
@@ -49,6 +50,7 @@ class Coordinator:
         """The attempt with whose claim came what earlier supervisors wrote down."""
         self._reported: TrainingProgress | None = None
         """By the workers of this generation."""
+        self._slow_gpus = SlowGpus(settings.nodes * settings.processes)
         self.group = Group(
             size=settings.nodes,
             incarnation=instance,
@@ -130,6 +132,8 @@ class Coordinator:
             changes = {"phase_detail": f"for {others}"}
         if warnings := machine_warnings(member.report for _, member in sorted(group.members.items())):
             changes["warnings"] = [*training.warnings, *warnings]
+        if order.kind is not OrderKind.EXIT and (slow := self._slow_gpus.slow):
+            changes["slow_gpus"] = slow
         return Progress(
             job_uid=self._settings.job_uid,
             pod_uid=self._settings.pod_uid,
@@ -204,6 +208,10 @@ class Coordinator:
 
     def _hear(self, report: Report, now: float) -> None:
         self.group.hear(report, now)
+        generation = self.group.order.generation
+        if generation is not None and report.running == generation.id:
+            for sentence in self._slow_gpus.hear(report, now, datetime.now(UTC)):
+                self._output.say(sentence)
         # By their ids: as many are kept as there is room for, and one more drives out the oldest.
         known = {incident.id for incident in self.group.ledger.incidents}
         refused = self.group.refusals.told

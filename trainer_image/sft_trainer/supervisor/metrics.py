@@ -16,6 +16,7 @@ from sft_api.v1alpha1 import SpentSeconds
 
 from .gpus import SLOWED_BY
 from .monitor import Sample
+from .protocol import RankTimes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,8 +64,9 @@ _OF_RANK: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def render_machine(sample: Sample | None) -> bytes:
-    """The text format of what was seen of this pod's machine; empty where nothing was, lately."""
+def render_machine(sample: Sample | None, gpu_times: Iterable[RankTimes] = ()) -> bytes:
+    """The text format of what was seen of this pod's machine, and of what its workers have timed of their GPUs; empty
+    where nothing was, lately."""
     if sample is None:
         return b""
     families: list[GaugeMetricFamily | CounterMetricFamily] = []
@@ -84,8 +86,16 @@ def render_machine(sample: Sample | None) -> bytes:
     for index, gpu in gpus:
         for reason in SLOWED_BY if gpu.slowed_by is not None else ():
             slowed.add_metric([index, reason], float(reason in (gpu.slowed_by or ())))
+    timed = GaugeMetricFamily(
+        "sft_trainer_gpu_work_seconds",
+        "What the GPU last took for work that is the same on all",
+        labels=["rank", "work"],
+    )
+    for times in gpu_times:
+        timed.add_metric([str(times.rank), "products"], times.products)
+        timed.add_metric([str(times.rank), "memory"], times.memory)
     registry = CollectorRegistry()
-    registry.register(_Families([family for family in (*families, slowed) if family.samples]))
+    registry.register(_Families([family for family in (*families, slowed, timed) if family.samples]))
     return generate_latest(registry)
 
 

@@ -9,7 +9,16 @@ from datetime import UTC, datetime
 
 from sft_api.failures import FailureClass
 from sft_api.progress import TerminationMessage
-from sft_api.rundir import ACTIVITY_FOLDER, ERRORS_FOLDER, MEMORY_FOLDER, NCCL_FOLDER, PROGRESS_FILE, STOP_FILE, touch
+from sft_api.rundir import (
+    ACTIVITY_FOLDER,
+    ERRORS_FOLDER,
+    GPU_TIMES_FOLDER,
+    MEMORY_FOLDER,
+    NCCL_FOLDER,
+    PROGRESS_FILE,
+    STOP_FILE,
+    touch,
+)
 from sft_trainer.cache import cache_directory
 
 from .activity import Activities
@@ -18,6 +27,7 @@ from .cgroup import Cgroup
 from .check import Check
 from .clock import AwakeClock
 from .coordinator import Coordinator
+from .gpu_times import TimesTold
 from .group import Group
 from .http import Request, Response, serve
 from .last_sign import LastSign
@@ -34,6 +44,7 @@ from .protocol import (
     Order,
     OrderKind,
     Outcome,
+    RankTimes,
     Report,
 )
 from .settings import Settings
@@ -75,6 +86,8 @@ class Node:
         self._workers: Workers | None = None
         self._activities: Activities | None = None
         """Of the workers that run, or ran last."""
+        self._gpu_times: TimesTold | None = None
+        """The same."""
         self._claimed = False
         """Whether any workers of this pod were part of an attempt."""
         self._ended: Ended | None = None
@@ -201,6 +214,8 @@ class Node:
             return
         step = self._activities.step
         self._activities.read(self._clock.now())
+        if self._gpu_times is not None:
+            self._gpu_times.read()
         self._claimed |= self._activities.claimed
         if self._link is not None and self._activities.step != step:
             self._link.saw_step()
@@ -208,7 +223,11 @@ class Node:
     def _with_activity(self, report: Report) -> Report:
         if self._workers is None or self._activities is None:
             return report
-        return report.model_copy(update={"activity": self._activities.summary(self._clock.now())})
+        told = {"activity": self._activities.summary(self._clock.now()), "gpu_times": self._times_of_gpus()}
+        return report.model_copy(update=told)
+
+    def _times_of_gpus(self) -> tuple[RankTimes, ...]:
+        return () if self._workers is None or self._gpu_times is None else self._gpu_times.told
 
     def _report(self) -> Report:
         return Report(
@@ -403,7 +422,7 @@ class Node:
         run_dir = self._settings.run_dir
         (run_dir / PROGRESS_FILE).unlink(missing_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        for name in (ERRORS_FOLDER, ACTIVITY_FOLDER, NCCL_FOLDER, MEMORY_FOLDER):
+        for name in (ERRORS_FOLDER, ACTIVITY_FOLDER, NCCL_FOLDER, MEMORY_FOLDER, GPU_TIMES_FOLDER):
             shutil.rmtree(run_dir / name, ignore_errors=True)
             (run_dir / name).mkdir(parents=True)
 
@@ -419,6 +438,7 @@ class Node:
         self._workers = Workers(generation.id, settings.run_dir, self._output, expected=settings.processes)
         ranks = range(settings.node * settings.processes, (settings.node + 1) * settings.processes)
         self._activities = Activities(settings.run_dir, ranks, self._clock.now())
+        self._gpu_times = TimesTold(settings.run_dir, ranks) if settings.gpus else None
         self._starts.begin(generation, self._workers, master_address=self._link.address if self._link else "127.0.0.1")
 
     async def _clear(self) -> None:
@@ -445,7 +465,7 @@ class Node:
         from .metrics import CONTENT_TYPE, render_machine
 
         run = self._coordinator.metrics() if self._coordinator else b""
-        return Response(200, run + render_machine(self._monitor.sample), CONTENT_TYPE)
+        return Response(200, run + render_machine(self._monitor.sample, self._times_of_gpus()), CONTENT_TYPE)
 
     async def _answer(self, request: Request) -> Response:
         if request.path == "/healthz":

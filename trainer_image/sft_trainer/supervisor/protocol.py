@@ -8,6 +8,7 @@ from pydantic import Field
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Activity, TerminationMessage
+from sft_api.rundir import GpuTimes
 from sft_api.v1alpha1.base import ReportModel
 
 
@@ -64,6 +65,12 @@ class PodActivity(RankActivity):
     """Of those that do not wait for others the one that got no further for longest; None when all wait."""
 
 
+class RankTimes(GpuTimes):
+    """What one worker has timed."""
+
+    rank: int
+
+
 class Report(ReportModel):
     """What a member tells index 0, at every change and at least once a second."""
 
@@ -94,6 +101,8 @@ class Report(ReportModel):
     """What its machine suffers from, one sentence for each kind, all since it began."""
     activity: PodActivity | None = None
     """With ``running``. News of it are not hurried: they go with the next report."""
+    gpu_times: tuple[RankTimes, ...] = ()
+    """With ``running``, likewise: the last look of each of its workers."""
 
 
 class OrderKind(StrEnum):
