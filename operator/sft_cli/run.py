@@ -21,6 +21,7 @@ from sft_api.ports import free_port
 from sft_api.progress import BEFORE_TRAINING, Phase, Progress
 from sft_api.restarts import count_incidents, exhausted
 from sft_api.rundir import write_atomically
+from sft_api.slow_gpus import slow_gpu
 from sft_api.times import timestamp
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.status import RestartsStatus, SFTJobStatus
@@ -205,6 +206,8 @@ class Follower:
             waits, lasts = f"the run waits until {ends}", f"the run ends at {ends} if that lasts"
             then = waits if training.phase in BEFORE_TRAINING else lasts
             self._say_once(f"{since}: {then}", f"Warning: {since}: {outage.message}; {then}")
+        for slow in training.slow_gpus:
+            self._say_once(f"slow {slow.uuid} {slow.since}", f"Warning: {slow_gpu(slow)}")
         for incident in filter(is_retried, progress.incidents):
             self._say_once(incident.id, incident_line(incident))
 

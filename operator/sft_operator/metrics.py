@@ -130,6 +130,9 @@ class JobCollector(Collector):
         avoided = GaugeMetricFamily(
             "sft_job_avoided_nodes", "Nodes that the pods are kept off, after failures there.", labels=labels
         )
+        slow = GaugeMetricFamily(
+            "sft_job_slow_gpus", "GPUs that are slower than the run's others of their model, at most 10.", labels=labels
+        )
         lost = CounterMetricFamily(
             "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
         )
@@ -144,12 +147,14 @@ class JobCollector(Collector):
                 restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
             if nodes := status.get("avoidedNodes"):
                 avoided.add_metric(job, float(len(nodes)) if isinstance(nodes, list) else 0.0)
+            if gpus := status.get("slowGpus"):
+                slow.add_metric(job, float(len(gpus)) if isinstance(gpus, list) else 0.0)
             time = parse_time(_at(status, ("checkpoints", "latest", "time")))
             if time:
                 checkpoint.add_metric(job, time.timestamp())
             for cause, part in LOST_CAUSES.items():
                 lost.add_metric((*job, cause), _number(_at(status, ("goodput", "lostGpuSeconds", part))) or 0.0)
-        yield from (states, stalled, failed, restarts, avoided, checkpoint, lost)
+        yield from (states, stalled, failed, restarts, avoided, slow, checkpoint, lost)
         for name, meaning, path in _COUNTERS:
             counter = CounterMetricFamily(name, meaning, labels=labels)
             for job, status in jobs:

@@ -15,9 +15,10 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 from pydantic import ValidationError
 
+from sft_api.fitting import fit_status
 from sft_api.progress import MOST_WARNINGS, PROGRESS_PORT, Progress, TrainingProgress
 from sft_api.times import parse_time, timestamp
-from sft_api.v1alpha1 import CheckpointStatus
+from sft_api.v1alpha1 import CheckpointStatus, SlowGpuStatus
 
 from ..picture import untrusted
 from ..picture.observed import with_clean_ids
@@ -186,7 +187,14 @@ def as_a_status_shows(training: TrainingProgress) -> TrainingProgress:
     warnings = [warning[:_WARNING_CHARACTERS] for warning in training.warnings[-MOST_WARNINGS:]]
     detail = training.phase_detail[:_WARNING_CHARACTERS]
     shown = {"phase_detail": detail, "warnings": warnings, "eval_losses": {}, "eval_accuracies": {}}
-    return training.model_copy(update={"checkpoints": clean, **shown})
+    slow = _as_written(training.slow_gpus)
+    return training.model_copy(update={"checkpoints": clean, "slow_gpus": slow, **shown})
+
+
+def _as_written(slow: list[SlowGpuStatus]) -> list[SlowGpuStatus]:
+    """``slow`` as it is read again from a status: else what a tenant makes up would be news at each look."""
+    fitted = fit_status({"slowGpus": [each.model_dump(by_alias=True) for each in slow]}) if slow else {}
+    return [SlowGpuStatus.model_validate(each) for each in fitted.get("slowGpus", [])]
 
 
 def _checkpoint(status: CheckpointStatus | None) -> CheckpointStatus | None:

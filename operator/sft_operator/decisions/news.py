@@ -3,6 +3,7 @@
 from datetime import datetime
 from typing import Literal, NamedTuple
 
+from sft_api.slow_gpus import slow_gpu
 from sft_api.v1alpha1 import API_VERSION, KIND, CheckpointStatus, RestartsStatus, SFTJobStatus
 
 from ..names import MANAGER
@@ -47,6 +48,12 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         News("Normal", "Exported", f"the model of step {each.step} is in {each.uri}")
         for each in reversed(after.exports)
         if each.step not in exported
+    ]
+    known_as_slow = {(each.uuid, each.since) for each in before.slow_gpus}
+    told += [
+        News("Warning", "SlowGPU", slow_gpu(each))
+        for each in after.slow_gpus
+        if (each.uuid, each.since) not in known_as_slow
     ]
     told += [News("Warning", "TrainerWarning", text) for text in after.warnings if text not in before.warnings]
     problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)

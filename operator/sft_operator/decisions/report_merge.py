@@ -31,7 +31,8 @@ def merge_report(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     if report is None or all(pod.uid != report.pod_uid for pod in observed.active_pods):
         return status
     training = report.progress.training
-    status = status.model_copy(update={"warnings": with_told(status.warnings, training.warnings)})
+    told = {"warnings": with_told(status.warnings, training.warnings), "slow_gpus": training.slow_gpus}
+    status = status.model_copy(update=told)
     known = status.progress
     if known is None:
         return _adopt(status, training)

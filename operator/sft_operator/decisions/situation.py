@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from sft_api.failures import NO_RETRY_EXIT_CODES
 from sft_api.progress import PROGRESS_PORT, Phase, Progress, TrainingProgress
 from sft_api.restarts import exhausted
+from sft_api.slow_gpus import slow_gpus
 from sft_api.times import parse_time, shifted, timestamp
 from sft_api.v1alpha1 import RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
@@ -80,7 +81,8 @@ def find_situation(
     terms: Terms, previous: SFTJobStatus, observed: Observed, restarts: RestartsStatus, now: datetime
 ) -> Situation:
     """The situation of a run that had not ended so far."""
-    situation = _with_outage(_with_unreadable(_find(terms, previous, observed, restarts, now), observed), observed, now)
+    situation = _with_slow_gpus(_find(terms, previous, observed, restarts, now), observed, now)
+    situation = _with_outage(_with_unreadable(situation, observed), observed, now)
     if observed.job and observed.refusal and situation.completed is None:
         # The Job lives, but may not be changed: suspended, resumed, limited.
         refused = refusal_problem(observed.refusal)
@@ -104,6 +106,15 @@ def _with_outage(situation: Situation, observed: Observed, now: datetime) -> Sit
     if situation.state in _STARTS and situation.reason not in _PHASES:
         message = f"{situation.message}; {message}"  # pods that are not there
     return replace(situation, message=message, stalled=True, stalled_reason="StorageOutage")
+
+
+def _with_slow_gpus(situation: Situation, observed: Observed, now: datetime) -> Situation:
+    """``situation``, and what holds all others up while the run trains. Nobody has to act: it gets on."""
+    report = fresh_report(observed, now)
+    if situation.state != "Running" or report is None or not report.training.slow_gpus:
+        return situation
+    words = slow_gpus(report.training.slow_gpus)
+    return replace(situation, message="; ".join(filter(None, (situation.message, words))))
 
 
 def _with_unreadable(situation: Situation, observed: Observed) -> Situation:

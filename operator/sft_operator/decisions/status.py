@@ -136,6 +136,8 @@ def follow(
             "restarts": restarts,
             "steps_at_risk": _steps_at_risk(status, situation.state, _began_at(previous, status, observed)),
             "avoided_nodes": list(avoided_of(observed.job).nodes) if observed.job else [],
+            # Of what starts again the same are about to be told again, and are no news then.
+            "slow_gpus": status.slow_gpus if situation.state in ("Running", "Recovering", "Starting") else [],
             "job_ref": observed.job.name if observed.job else status.job_ref,
             "pods_ready": f"{ready}/{terms.nodes}",
             "start_time": status.start_time or timestamp(now),
@@ -189,6 +191,7 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
         "attempt": 0,
         "restarts": restarts.model_copy(update=_NOTHING_AGAINST_IT),
         "avoided_nodes": [],
+        "slow_gpus": [],
         "job_ref": "",
         "pods_ready": "",
         "completion_time": None,
@@ -343,6 +346,7 @@ def _news(status: SFTJobStatus) -> tuple[object, ...]:
         restarts.hurried,  # what is lost waits for the word
         status.export,
         status.avoided_nodes,
+        [each.uuid for each in status.slow_gpus],
         status.job_ref,
         status.completion_time,
         [(item.type, item.status, item.reason if _tells(item) else "") for item in status.conditions],

@@ -9,7 +9,7 @@ from typing import Any
 
 from sft_api.failures import FailureClass
 from sft_api.progress import Phase, Progress
-from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus
+from sft_api.v1alpha1 import CheckpointsStatus, CheckpointStatus, ExportStatus, SlowGpuStatus
 from tests.unit.operator.make import (
     Object,
     at,
@@ -125,6 +125,11 @@ def last_words() -> Object:
     return document
 
 
+SLOW_GPU = SlowGpuStatus(
+    pod=1, gpu=5, rank=13, uuid="GPU-1", model="H100", products_speed=0.7, memory_speed=1.0, since=stamp(-60)
+)
+
+
 def a_report(random: Random) -> Object:
     saved = CheckpointStatus(
         step=40, attempt=1, uri="s3://b/c/step-00000040-a00001", time=stamp(-60), size_bytes=5, verified=True
@@ -138,6 +143,7 @@ def a_report(random: Random) -> Object:
         resumed_from_step=40,
         remaining_seconds=50.0,
         tokens_seen=10**9,
+        slow_gpus=[SLOW_GPU],
         warnings=["w"],
         checkpoints=CheckpointsStatus(latest=saved, best=saved, kept=[saved]),
         export=ExportStatus(uri="s3://b/e", step=40),
