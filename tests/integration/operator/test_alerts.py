@@ -29,6 +29,7 @@ from sft_trainer.supervisor.gpus import GpuFigures
 from sft_trainer.supervisor.host import HostFigures
 from sft_trainer.supervisor.metrics import render, render_machine
 from sft_trainer.supervisor.monitor import Sample
+from sft_trainer.supervisor.protocol import RankTimes
 from tests.cluster.binaries import promtool
 from tests.integration.operator.scene import CHART, OPERATOR_NAMESPACE, Object, helm, render_chart
 from tests.unit.operator.make import NOW, at, job_manifest, make_job, report, running, training
@@ -43,6 +44,7 @@ SCRAPED = {"namespace", "job", "pod"}
 
 GPU = GpuFigures(0, utilization=1.0, memory_used=1, memory_total=2, slowed_by=frozenset())
 MACHINE = Sample(HostFigures(memory_used=1, memory_limit=2), (GPU,))
+TIMES = RankTimes(look=1, gpu=0, uuid="GPU-1", model="H100", products=0.001, memory=0.001, rank=0)
 ANY = {"$namespace", "$name", "2.."}
 """What matchers of the dashboard select by."""
 
@@ -83,20 +85,21 @@ def series(text: bytes) -> dict[str, dict[str, set[str]]]:
 
 
 def told() -> dict[str, dict[str, set[str]]]:
-    """What the registries of operator and trainer tell of a run whose store refuses, of one in each state, and of one
-    that failed."""
+    """What the registries of operator and trainer tell of a run whose store refuses, of one in each state, of one that
+    failed, and of one with a slow GPU."""
     outage = StorageOutage(since=at(-60), ends=at(3540), failure=FailureClass.ACCESS_DENIED, message="no")
     figures = {"loss": 1.0, "eval_loss": 1.0, "tokens_per_second": 1.0, "model_flops_utilization": 0.4}
     last = training(5, phase=Phase.TRAINING, storage_outage=outage, **figures)
     refuses = write_status(status_of(running(report=report(last))))
     saved = {"checkpoints": {"latest": {"time": "2026-01-01T12:00:00Z"}}}
     failed = {"conditions": [{"type": "Failed", "status": "True", "lastTransitionTime": "2026-01-01T12:00:00Z"}]}
-    statuses = [refuses, saved, failed, *(write_status(SFTJobStatus(state=state)) for state in get_args(State))]
+    slow = {"slowGpus": [{"gpu": 5}]}
+    statuses = [refuses, saved, failed, slow, *(write_status(SFTJobStatus(state=state)) for state in get_args(State))]
     jobs = [{**job_manifest(), "status": status} for status in statuses]
     metrics = OperatorMetrics(lambda: jobs, lambda: 0)
     metrics.answered("get", "Pod", 200)
     of_operator = series(generate_latest(metrics.registry))
-    of_pods = series(render(Progress(training=last), Counter(), NOW) + render_machine(MACHINE))
+    of_pods = series(render(Progress(training=last), Counter(), NOW) + render_machine(MACHINE, [TIMES]))
     # By the relabelling of the PodMonitor.
     return of_operator | {name: {**labels, "name": {"tulu"}} for name, labels in of_pods.items()}
 
