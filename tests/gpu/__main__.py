@@ -176,7 +176,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
     """By their names: those of parts, the inputs first, and those of whole runs."""
     import torch
 
-    from . import estimate, flash, fused_blocks, fused_losses, kernels, megatron, runs, steps
+    from . import estimate, flash, fused_blocks, fused_losses, gpu_times, kernels, megatron, runs, steps
     from .inputs import make_small_inputs
 
     # Naming a device does not start CUDA in this process, which is forked.
@@ -196,6 +196,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
             ("group", kernels.group),
             ("flight_recorder", kernels.flight_recorder),
             ("monitor", kernels.monitor),
+            ("gpu_times", gpu_times.gpu_times),
             ("memory", kernels.memory),
             ("out_of_memory", kernels.out_of_memory),
             ("together", lambda device: steps.together(work / "inputs", device)),
