@@ -142,6 +142,11 @@ def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
             f"training.schedule.decaySteps is {decay}, and the run has {steps} steps: the learning rate decays as soon "
             "as it has reached its peak; lower decaySteps, or leave it out for 10% of the steps"
         )
+    if schedule.cycles is not None and steps > 1 and 2 * schedule.cycles > steps - warmup:
+        return (
+            f"training.schedule.cycles is {schedule.cycles}, and {steps - warmup} of {steps} steps are left for them: "
+            "a cosine of one step is the peak alone; lower cycles, or set schedule.type: cosine"
+        )
     return ""
 
 

@@ -343,6 +343,10 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     elif schedule.type == "warmupStableDecay":
         ratio = DEFAULT_DECAY_RATIO if schedule.decay_ratio is None else schedule.decay_ratio
         decay = f", decay in the last {ratio * 100:g}% of the steps"
+    elif schedule.power is not None:
+        decay = f", to the power of {schedule.power:g}"
+    elif schedule.cycles is not None:
+        decay = f", {schedule.cycles} times"
     precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
     return [
         Decision(
@@ -354,12 +358,15 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         Decision(
             "schedule",
             f"{schedule.type}, {warmup}{decay}",
-            origin_of(schedule, "type", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio"),
+            origin_of(
+                schedule, "type", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio", "power", "cycles"
+            ),
             "training.schedule",
         ),
         Decision("precision", plan.precision, precision, "training.precision; bf16 on GPUs, fp32 on CPU when absent"),
         *_compiled(spec, plan),
         *_for_memory(spec),
+        *_objective(spec),
         *_balance(spec),
         Decision("seed", str(training.seed), origin_of(training, "seed"), "training.seed"),
     ]
@@ -373,6 +380,21 @@ def _compiled(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     value, origin = "the layers" if plan.compile else "nothing", Origin.COMPUTED if asked is None else Origin.GIVEN
     where = "training.compile; on GPUs when absent, but in fp32, by Megatron, and of experts"
     return [Decision("compiled", value, origin, where)]
+
+
+def _objective(spec: SFTJobSpec) -> list[Decision]:
+    """What is trained where that is not the cross-entropy of the tokens as they are."""
+    training, alpha = spec.training, spec.training.neftune_noise_alpha
+    chosen = [
+        ("loss", training.loss == "dft", "dft: cross-entropy times probability", "training.loss"),
+        ("label smoothing", training.label_smoothing, f"{training.label_smoothing or 0:g}", "training.labelSmoothing"),
+        ("noise on embeddings", alpha, f"alpha {alpha or 0:g}", "training.neftuneNoiseAlpha"),
+    ]
+    return [
+        Decision(name, value, Origin.GIVEN, f"{field}; not in evaluations")
+        for name, asked, value, field in chosen
+        if asked
+    ]
 
 
 def _balance(spec: SFTJobSpec) -> list[Decision]:

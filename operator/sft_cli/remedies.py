@@ -97,6 +97,11 @@ _OTHER_VALUES = {
     "bitsandbytes": "nf4",
     "qlora": "nf4",
     "float32": "fp32",
+    "nll": "crossEntropy",
+    "chunkednll": "crossEntropy",
+    "ce": "crossEntropy",
+    "cosinewithminlr": "cosine",
+    "wsd": "warmupStableDecay",
 }
 """What other tools call a value of ours that looks different."""
 
@@ -138,6 +143,12 @@ _OTHER_NAMES = {
     "numdecaysteps": "training.schedule.decaySteps",
     "lrscheduler": "training.schedule.type",
     "lrschedulertype": "training.schedule.type",
+    "numcycles": "training.schedule.cycles",
+    "lrschedulerkwargs": "training.schedule",
+    "losstype": "training.loss",
+    "usedftloss": "training.loss: dft",
+    "usedynamicfinetuning": "training.loss: dft",
+    "labelsmoothingfactor": "training.labelSmoothing",
     "savesteps": "checkpoint.everySteps",
     "savestrategy": "checkpoint.everyEpochs",
     "savesperepoch": "checkpoint.everyEpochs: 1",

@@ -65,6 +65,36 @@ RULES = [
         "schedule.decayRatio and schedule.decaySteps are for type warmupStableDecay alone",
     ),
     Bad(
+        "a polynomial of no power",
+        "spec.training.schedule",
+        {"training": "{schedule: {type: polynomial}}"},
+        "schedule type polynomial needs schedule.power, such as 2; 1 is type linear",
+    ),
+    Bad(
+        "a power of a shape that has none",
+        "spec.training.schedule",
+        {"training": "{schedule: {power: 2}}"},
+        "schedule.power is for type polynomial alone",
+    ),
+    Bad(
+        "restarts of no number",
+        "spec.training.schedule",
+        {"training": "{schedule: {type: cosineWithRestarts}}"},
+        "schedule type cosineWithRestarts needs schedule.cycles, 2 or more; 1 is type cosine",
+    ),
+    Bad(
+        "a number of restarts of a shape that has none",
+        "spec.training.schedule",
+        {"training": "{schedule: {type: cosine, cycles: 2}}"},
+        "schedule.cycles is for type cosineWithRestarts alone",
+    ),
+    Bad(
+        "a loss of the right token, and of all",
+        "spec.training",
+        {"training": "{loss: dft, labelSmoothing: 0.1}"},
+        "training.loss: dft is of the right token alone, and training.labelSmoothing of all: leave one out",
+    ),
+    Bad(
         "constant with warm-up",
         "spec.training.schedule",
         {"training": "{schedule: {type: constant, warmupSteps: 10}}"},
@@ -497,6 +527,12 @@ RULES = [
         "spec",
         {"strategy": "{megatron: {}}", "training": "{optimizer: {stateDtype: bf16}}"},
         "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
+    ),
+    Bad(
+        "noise under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{neftuneNoiseAlpha: 5}"},
+        "strategy.megatron knows no training.neftuneNoiseAlpha: leave it out, or choose strategy.fsdp",
     ),
     Bad(
         "weights in bf16 under Megatron",

@@ -106,6 +106,9 @@ spec:
     optimizer: {learningRate: 2e-5, betas: [0.9, 0.95], eps: 1e-6, weightDecay: 0.1, maxGradNorm: 0.5,
       stateDtype: bf16}
     schedule: {type: warmupStableDecay, warmupRatio: 0.1, minRatio: 0.1, decayRatio: 0.2}
+    loss: crossEntropy
+    labelSmoothing: 0.1
+    neftuneNoiseAlpha: 5
     routerAuxLossCoefficient: 0.001
     precision: bf16
     parameterDtype: fp32
@@ -173,7 +176,7 @@ EVERY_OTHER_FIELD = manifest(
         "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}, attention_dropout: 0.1}}",
         "data": "{train: [{uri: hf://org/rows}], heldOut: {fraction: 0.5}, packing: none, sampler: sequential}",
         "training": "{epochs: 2, globalBatchSize: 16, microBatchSize: 4, "
-        "schedule: {type: warmupStableDecay, warmupSteps: 5, decaySteps: 5}, "
+        "schedule: {type: warmupStableDecay, warmupSteps: 5, decaySteps: 5}, loss: dft, labelSmoothing: 0, "
         "routerAuxLossCoefficient: 0.001, precision: fp32, evaluation: {everyEpochs: 0.25, earlyStopping: {}}}",
         "checkpoint": "{everyEpochs: 1, keep: {best: 1}}",
     }

@@ -302,9 +302,9 @@ def against_huggingface(models: Path, case: Case, bins: Sequence[BinTensors] = (
     seen: list[torch.Tensor] = []
     plain = module.linear_cross_entropy
 
-    def watched(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, held: Any) -> Any:
+    def watched(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any, held: Any, **options: Any) -> Any:
         seen.append(_all_columns(hidden.detach() @ weight.detach().T, held))
-        return plain(hidden, weight, *rest, held=held)
+        return plain(hidden, weight, *rest, held=held, **options)
 
     module.linear_cross_entropy = watched
     try:

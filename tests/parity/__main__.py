@@ -2,11 +2,11 @@
 
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
                  loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, some
-                 modules that are trained alone, and gradients that each process adds up for itself and sums with the
-                 others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32, tiny model),
-                 of mixtures of experts with the loss of their routers, which share tokens and are compiled too, of
-                 adapters against peft, which are compared after three steps too, also beside a base in 4 bits, and of
-                 adapters of experts; at most 1e-6
+                 modules that are trained alone, other losses, and gradients that each process adds up for itself and
+                 sums with the others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32,
+                 tiny model), of mixtures of experts with the loss of their routers, which share tokens and are compiled
+                 too, of adapters against peft, which are compared after three steps too, also beside a base in 4 bits,
+                 and of adapters of experts; at most 1e-6
 cases            figures that are compared
 mask_mismatches  tokens whose mask differs from spans marked by hand, over all families of chat templates
 resume_mismatch  step records and exported weights that differ from the undisturbed run after kill -9 and resume
@@ -48,6 +48,8 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "unclipped": (2, {"optimizer": {"learningRate": 1e-3, "eps": 1e-4, "maxGradNorm": 0}}),
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
     # On one process: torch's norm of few tensors in fp32 is rounded by more than the limit, and otherwise by several.
+    "dft": (2, {"loss": "dft", "compile": True}),
+    "smoothed": (2, {"labelSmoothing": 0.1, "compile": True}),
     "some_modules": (1, {"trainableModules": _MODULES, "activationCheckpointing": "selective"}),
 }
 """Runs that are compared with the plain loop too: processes, and what is chosen for them."""

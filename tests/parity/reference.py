@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import LoraSpec
+from sft_api.v1alpha1.workload import TrainingSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.experts import has_experts
@@ -132,7 +133,7 @@ def reference_steps(
     model = model or reference_model(config)
     model.train()
     experts = experts_of(model)
-    options = config.spec.training.optimizer
+    objective, options = config.spec.training, config.spec.training.optimizer
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = {name for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
     optimizer = torch.optim.AdamW(
@@ -159,14 +160,15 @@ def reference_steps(
         total = total_aux = 0.0
         for examples in bins:
             if coefficient:
-                losses, routers = zip(*(_loss_and_routers(model, *example) for example in examples), strict=True)
+                both = (_loss_and_routers(model, objective, *example) for example in examples)
+                losses, routers = zip(*both, strict=True)
                 loss = torch.stack(losses).sum() / trained
                 aux = _aux_loss(model, routers) * sum(len(ids) for ids, _ in examples) / tokens
                 (loss + coefficient * aux).backward()
                 total, total_aux = total + loss.item(), total_aux + aux.item()
                 continue
             for example in examples:
-                loss = _loss(model, *example) / trained
+                loss = _loss(model, objective, *example) / trained
                 loss.backward()
                 total += loss.item()
         gradients = dict(
@@ -181,16 +183,20 @@ def reference_steps(
     return steps
 
 
-def _loss(model: Any, ids: Any, mask: Any) -> torch.Tensor:
+def _loss(model: Any, objective: TrainingSpec, ids: Any, mask: Any) -> torch.Tensor:
     """Summed over the trained tokens of one example."""
-    return _loss_and_routers(model, ids, mask)[0]
+    return _loss_and_routers(model, objective, ids, mask)[0]
 
 
-def _loss_and_routers(model: Any, ids: Any, mask: Any) -> tuple[torch.Tensor, Any]:
+def _loss_and_routers(model: Any, objective: TrainingSpec, ids: Any, mask: Any) -> tuple[torch.Tensor, Any]:
     tokens = torch.tensor(ids.tolist())
     labels = torch.where(torch.tensor(mask.tolist()) == 1, tokens, -100)
     output = model(input_ids=tokens[None])
-    loss = cross_entropy(output.logits[0][:-1], labels[1:], ignore_index=-100, reduction="sum")
+    smoothing = objective.label_smoothing or 0.0
+    each = cross_entropy(
+        output.logits[0][:-1], labels[1:], ignore_index=-100, reduction="none", label_smoothing=smoothing
+    )
+    loss = ((-each).exp().detach() * each if objective.loss == "dft" else each).sum()
     return loss, getattr(output, "router_logits", None)
 
 

@@ -13,8 +13,8 @@ from tests.parity import checks
 from tests.parity.__main__ import LIMIT, OF_EXPERTS
 from tests.parity.mixtures import make_mixture
 
-_LESS_MEMORY = {"activationCheckpointing": "selective", "strategy": {"cpuOffload": True}}
-_ONCE = {"strategy": {"reduceGradients": "oncePerStep"}}
+_LESS_MEMORY = {"activationCheckpointing": "selective", "loss": "dft", "strategy": {"cpuOffload": True}}
+_ONCE = {"labelSmoothing": 0.1, "strategy": {"reduceGradients": "oncePerStep"}}
 
 
 @pytest.mark.parametrize(

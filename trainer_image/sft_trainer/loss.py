@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from sft_api.model_shape import Transformed
+from sft_api.v1alpha1.workload import TrainingSpec
 
 CHUNK_ELEMENTS = 2**27
 """Logits held at a time (512 MiB in fp32), so memory does not grow with vocabulary or length."""
@@ -32,6 +33,11 @@ class Rows(Protocol):
     @property
     def most(self) -> int:
         """Rows that any process has: by it all cut positions into chunks alike."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of all of them."""
         ...
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
@@ -88,6 +94,25 @@ PRODUCTS = Logits()
 """The products are the logits."""
 
 
+@dataclass(frozen=True)
+class Objective:
+    """What is made of a position's log probabilities to be trained: cross-entropy, or with one of these."""
+
+    smoothing: float = 0.0
+    """Of what is to be predicted the share that all tokens of the vocabulary have alike, that of the label too."""
+    by_probability: bool = False
+    """Whether each cross-entropy is times the label's own probability, taken for a constant (arXiv 2508.05629)."""
+
+    @classmethod
+    def of(cls, training: TrainingSpec) -> "Objective":
+        """The one that ``training`` asks for."""
+        return cls(training.label_smoothing or 0.0, training.loss == "dft")
+
+
+CROSS_ENTROPY = Objective()
+"""As evaluations have it, whatever is trained."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass: every chunk's logits exist once, and are never recomputed.
 
@@ -105,6 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         logits: Logits,
         held: Rows | None,
         fused: Slopes | None,
+        objective: Objective,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         rows = logits.rows(weight.shape[0] if held is None else held.most)
@@ -117,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], rows):
             piece, target = hidden[start : start + rows], labels[start : start + rows, None]
             if fused is None or not wanted or piece.shape[0] == 1:
-                one, grad_logits = _slopes(piece, weight, target, scale if wanted else None, logits, held)
+                one, grad_logits = _slopes(piece, weight, target, scale if wanted else None, logits, held, objective)
             else:
                 one, grad_logits = _fused_slopes(piece, weight, target, factor, fused)
             total -= one
@@ -144,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
         (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,16 +189,31 @@ def _slopes(
     scale: float | None,
     logits: Logits,
     held: Rows | None,
+    objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log probabilities of ``labels`` (positions, 1) added up, and of their loss times ``scale`` the gradient of the
-    products of ``piece`` and ``weight``; None where there is no scale."""
+    """What ``objective`` makes of the log probabilities of ``labels`` (positions, 1), added up, and of the loss times
+    ``scale`` the gradient of the products of ``piece`` and ``weight``; None where there is no scale."""
     target, one = _found(labels, weight, held)
     log_probabilities, bent = logits.log_probabilities(piece @ weight.T, held)
-    total = log_probabilities.gather(1, target).mul_(one).sum()
+    of_labels = log_probabilities.gather(1, target).mul_(one)
+    probabilities: torch.Tensor | None = None
+    if objective.by_probability:
+        probabilities = of_labels.clone()
+        if held is not None:
+            held.add_up(probabilities)
+        of_labels.mul_(probabilities.exp_())
+    total = of_labels.sum()
+    smoothed = objective.smoothing / (weight.shape[0] if held is None else held.vocabulary)
+    if smoothed:
+        total = (1 - objective.smoothing) * total + smoothed * log_probabilities.sum()
     if scale is None:
         return total, None
-    # d loss / d logits = softmax(logits) - one_hot(labels)
-    slope = log_probabilities.exp_().scatter_add_(1, target, -one)
+    # d loss / d logits = softmax(logits) - one_hot(labels), or what is to be predicted in its place
+    slope = log_probabilities.exp_().scatter_add_(1, target, one.mul_(objective.smoothing - 1))
+    if smoothed:
+        slope.sub_(smoothed)
+    if probabilities is not None:
+        slope.mul_(probabilities)
     if bent is not None:
         slope.mul_(bent.square_().neg_().add_(1))  # the derivative of tanh
     # The scale stays in fp32: in bf16 it would be wrong by up to 0.4%, the same for every gradient.
@@ -181,17 +222,31 @@ def _slopes(
 
 
 def slopes(
-    products: torch.Tensor, of_labels: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor
+    products: torch.Tensor,
+    of_labels: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``_slopes`` makes of ``products`` that are the logits, for a compiler to make one pass or two of: log
-    probabilities of ``labels`` (rows, 1), and the gradient. ``of_labels`` are the products of these."""
+    """What ``_slopes`` makes of ``products`` that are the logits, for a compiler to make one pass or two of: what
+    ``objective`` makes of the log probabilities of ``labels`` (rows, 1), and the gradient. ``of_labels`` are the
+    products of these."""
     logits = products.float()
     highest = logits.amax(dim=-1, keepdim=True)
     logits = logits - highest
     logarithms = logits.exp().sum(dim=-1, keepdim=True).log()
     is_label = labels == torch.arange(products.shape[1], device=products.device)
     slope = (logits - logarithms).exp() - is_label.float()
-    return of_labels.float() - highest - logarithms, (slope * scale).to(products.dtype)
+    found = of_labels.float() - highest - logarithms
+    if objective.by_probability:
+        probabilities = found.exp()
+        found, slope = found * probabilities, slope * probabilities
+    if objective.smoothing:
+        share = objective.smoothing
+        # That of all tokens alike is the mean of their log probabilities.
+        found = (1 - share) * found + share * (logits.mean(dim=-1, keepdim=True) - logarithms)
+        slope = slope + share * (is_label.float() - 1 / products.shape[1])
+    return found, (slope * scale).to(products.dtype)
 
 
 def _fused_slopes(
@@ -236,8 +291,10 @@ def linear_cross_entropy(
     logits: Logits = PRODUCTS,
     held: Rows | None = None,
     fused: Slopes | None = None,
+    objective: Objective = CROSS_ENTROPY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars.
+    """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars;
+    what ``objective`` makes of it, where that is another.
 
     The first is the sum times ``scale``, and the one to call ``backward`` of, as it is: its gradients are made here,
     scaled. The second is the sum itself, without a gradient. ``hidden`` is (positions, width), ``weight``
@@ -247,14 +304,15 @@ def linear_cross_entropy(
     the same ``hidden`` and ``labels``. The loss is that over all rows; the gradient of ``hidden`` is what these
     rows give to it, to be added up by the caller.
 
-    ``fused``, ``slopes`` compiled, is used where the products are the logits and all rows are here.
+    ``fused``, ``slopes`` of the same ``objective`` compiled, is used where the products are the logits and all rows
+    are here.
     """
     if logits != PRODUCTS or held is not None:
         fused = None
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight = hidden.detach(), weight.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held, fused)
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held, fused, objective)
     return scaled, total
 
 
@@ -268,7 +326,8 @@ def evaluation_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
-    Arguments as of ``linear_cross_entropy``, whose sum the first one is: without ``fused`` to the last bit.
+    Arguments as of ``linear_cross_entropy``, whose sum the first one is, of no other objective: without ``fused`` to
+    the last bit.
     """
     rows = logits.rows(weight.shape[0] if held is None else held.most)
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)

@@ -7,11 +7,14 @@ import torch
 
 from sft_api.plan import decay_steps, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
+from sft_api.v1alpha1.workload import ScheduleSpec
 
 from .rounded_adamw import RoundedAdamW
 
 _UPDATES = "step"
 """Key under which the optimizer counts the updates of a parameter."""
+_INVERSE_SQRT_STEPS = 10_000
+"""After which an inverse square root is half the way down in its square, where there is no warm-up to say it."""
 
 
 def learning_rate(spec: SFTJobSpec, peak: float, step: int, total_steps: int) -> float:
@@ -28,9 +31,23 @@ def learning_rate(spec: SFTJobSpec, peak: float, step: int, total_steps: int) ->
     stable = total_steps - decay
     if step < stable:
         return peak
-    done = min(1.0, (step - stable) / max(1, decay))
-    left = 0.5 * (1.0 + math.cos(math.pi * done)) if schedule.type == "cosine" else 1.0 - done
+    left = _left(schedule, step - stable, max(1, decay), warmup)
     return peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * left)
+
+
+def _left(schedule: ScheduleSpec, step: int, steps: int, warmup: int) -> float:
+    """What is left of the way from the peak to the lowest rate in ``step`` of a decay of ``steps``, behind ``warmup``
+    steps; by the formulas of transformers' schedules of these names."""
+    if schedule.type == "inverseSqrt":
+        scale = warmup or _INVERSE_SQRT_STEPS
+        return math.sqrt(scale / (scale + step))
+    done = min(1.0, step / steps)
+    if schedule.type == "cosineWithRestarts" and schedule.cycles and done < 1:
+        # In whole numbers: rounded, a restart would be the end of the cosine before it.
+        done = schedule.cycles * step % steps / steps
+    if schedule.type in ("cosine", "cosineWithRestarts"):
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+    return float((1.0 - done) ** (schedule.power or 1.0))
 
 
 def build_optimizer(

@@ -102,10 +102,22 @@ class OptimizerSpec(ApiModel):
 class ScheduleSpec(ApiModel):
     """Learning rate over the steps."""
 
-    type: Literal["constant", "constantWithWarmup", "linear", "cosine", "warmupStableDecay"] = Field(
+    type: Literal[
+        "constant",
+        "constantWithWarmup",
+        "linear",
+        "cosine",
+        "warmupStableDecay",
+        "polynomial",
+        "inverseSqrt",
+        "cosineWithRestarts",
+    ] = Field(
         default="cosine",
-        description="Shape after the warm-up; warmupStableDecay stays at the peak, and decays linearly at the end. The "
-        "first step of a decay has the peak still, and the lowest rate would be that of the step after the last.",
+        description="Shape after the warm-up; warmupStableDecay stays at the peak, and decays linearly at the end; "
+        "polynomial is the share of the steps that is left, to a power; cosineWithRestarts is several cosines, each "
+        "from the peak; inverseSqrt is the root of w / (w + n), n steps after a warm-up of w (10,000 where there is "
+        "none), and never arrives. The first step of a decay has the peak still, and the lowest rate would be that of "
+        "the step after the last.",
     )
     warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None,
@@ -128,6 +140,13 @@ class ScheduleSpec(ApiModel):
     decay_steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None, description="Of warmupStableDecay: steps in which the rate decays."
     )
+    power: Annotated[float, Field(gt=0, le=100)] | None = Field(
+        default=None, description="Of polynomial, which needs it: 2 decays as a parabola does, 1 would be linear."
+    )
+    cycles: Annotated[int, Field(ge=2, le=1_000_000)] | None = Field(
+        default=None,
+        description="Of cosineWithRestarts, which needs it: how many cosines there are, all as long.",
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -149,6 +168,26 @@ class ScheduleSpec(ApiModel):
             "self.type == 'warmupStableDecay' || !(has(self.decayRatio) || has(self.decaySteps))",
             "schedule.decayRatio and schedule.decaySteps are for type warmupStableDecay alone",
             lambda self: self.type == "warmupStableDecay" or (self.decay_ratio is None and self.decay_steps is None),
+        ),
+        Rule(
+            "self.type != 'polynomial' || has(self.power)",
+            "schedule type polynomial needs schedule.power, such as 2; 1 is type linear",
+            lambda self: self.type != "polynomial" or self.power is not None,
+        ),
+        Rule(
+            "self.type == 'polynomial' || !has(self.power)",
+            "schedule.power is for type polynomial alone",
+            lambda self: self.type == "polynomial" or self.power is None,
+        ),
+        Rule(
+            "self.type != 'cosineWithRestarts' || has(self.cycles)",
+            "schedule type cosineWithRestarts needs schedule.cycles, 2 or more; 1 is type cosine",
+            lambda self: self.type != "cosineWithRestarts" or self.cycles is not None,
+        ),
+        Rule(
+            "self.type == 'cosineWithRestarts' || !has(self.cycles)",
+            "schedule.cycles is for type cosineWithRestarts alone",
+            lambda self: self.type == "cosineWithRestarts" or self.cycles is None,
         ),
     )
 
@@ -292,6 +331,23 @@ class TrainingSpec(ApiModel):
         "time on a GPU, a start that takes up to a minute longer; numbers differ in their last bits. When absent they "
         "are on GPUs in bf16, but those of experts, where strategy, model and image allow it, and not on CPU.",
     )
+    loss: Literal["crossEntropy", "dft"] | None = Field(
+        default=None,
+        description="What is trained of each token, crossEntropy when absent; dft, dynamic fine-tuning, is that times "
+        "the probability that the model gives the token, taken for a constant: what it finds unlikely teaches it less. "
+        "The loss of a step is that of what is trained, that of an evaluation is cross-entropy whatever it is.",
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of what is to be predicted that all tokens of the vocabulary have alike, the right one too; "
+        "none when absent. Not in evaluations, nor with dft.",
+    )
+    neftune_noise_alpha: Annotated[float, Field(ge=0, le=1000)] | None = Field(
+        default=None,
+        description="Noise on the embeddings of tokens in training (NEFTune), uniform up to this over the root of "
+        "length times width, of each document by its own length; none when absent. Not in evaluations, nor with "
+        "strategy.megatron.",
+    )
     router_aux_loss_coefficient: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0,
         description="Of a mixture of experts: what the load-balancing loss of its routers is multiplied by and added "
@@ -329,6 +385,11 @@ class TrainingSpec(ApiModel):
             "!(has(self.globalBatchSize) && has(self.globalBatchTokens))",
             "give training.globalBatchSize or training.globalBatchTokens, not both",
             lambda self: self.global_batch_size is None or self.global_batch_tokens is None,
+        ),
+        Rule(
+            "!has(self.loss) || self.loss != 'dft' || !has(self.labelSmoothing) || self.labelSmoothing == 0.0",
+            "training.loss: dft is of the right token alone, and training.labelSmoothing of all: leave one out",
+            lambda self: self.loss != "dft" or not self.label_smoothing,
         ),
     )
 

@@ -3,16 +3,24 @@
 import pytest
 import torch
 
+from sft_trainer.loss import CROSS_ENTROPY, Objective
 from sft_trainer.models.compiling import compiled_slopes
 from tests.unit.trainer.test_compiled_loss import check_numbers
-from tests.unit.trainer.test_loss import inputs
+from tests.unit.trainer.test_loss import OBJECTIVES, inputs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "objective"),
+    [
+        (torch.float32, CROSS_ENTROPY),
+        (torch.bfloat16, CROSS_ENTROPY),
+        *((torch.bfloat16, other) for other in OBJECTIVES),
+    ],
+)
 def test_what_is_compiled_once_gives_the_numbers_of_what_is_not(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, objective: Objective
 ) -> None:
-    check_numbers("inductor", dtype, monkeypatch)
+    check_numbers("inductor", dtype, monkeypatch, objective)
 
 
 def test_what_is_compiled_is_as_near_to_the_right_numbers() -> None:

@@ -1,4 +1,4 @@
-"""Dropout is drawn by a bin's place in the run: neither the number of processes nor a resume changes the losses."""
+"""Dropout and noise are drawn by a bin's place in the run: neither other processes nor a resume change the losses."""
 
 import json
 import shutil
@@ -34,6 +34,7 @@ def losses(inputs: Path, work: Path, *, processes: int, store: Path | None = Non
         training={
             "steps": STEPS,
             "seed": seed,
+            "neftuneNoiseAlpha": 20,
             "globalBatchTokens": 2048,
             "maxTokensPerMicroBatch": 512,
             "optimizer": {"learningRate": 1e-3},
@@ -46,7 +47,7 @@ def losses(inputs: Path, work: Path, *, processes: int, store: Path | None = Non
     return {step: record["loss"] for step, record in step_records(store).items()}
 
 
-def test_losses_with_dropout_are_the_same_on_any_number_of_processes(inputs: Path, tmp_path: Path) -> None:
+def test_losses_with_dropout_and_noise_are_the_same_on_any_number_of_processes(inputs: Path, tmp_path: Path) -> None:
     # Given a run on one process
     alone = losses(inputs, tmp_path / "one", processes=1)
     assert sorted(alone) == [*range(1, STEPS + 1)]

@@ -74,7 +74,7 @@ CASES = {
         {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": True},
         {"lora": {"rank": 4}},
     ),
-    "two by two, selective": Case(4, 2, spec={"training": {"activationCheckpointing": "selective"}}),
+    "two by two, selective": Case(4, 2, spec={"training": {"activationCheckpointing": "selective", "loss": "dft"}}),
     "replicas, full, offloaded": Case(
         4, 2, spec={"training": {"activationCheckpointing": "full"}}, fsdp={"cpuOffload": True}, shard=2
     ),
@@ -92,9 +92,13 @@ CASES = {
         {"lora": {**_OF_EXPERTS, "expertRank": 3}, "training": {"activationCheckpointing": "selective"}},
     ),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
-    "several bins at once": Case(2, 2, at_once=3),
+    "several bins at once, with noise": Case(2, 2, spec={"training": {"neftuneNoiseAlpha": 30}}, at_once=3),
     "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),
-    "compiled, some of it again": Case(2, 2, spec={"training": {"compile": True, "activationCheckpointing": "full"}}),
+    "compiled, some of it again": Case(
+        2,
+        2,
+        spec={"training": {"compile": True, "activationCheckpointing": "full", "labelSmoothing": 0.2}},
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """The loss over a head whose rows several processes have: that of one process which has them all."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,20 +8,21 @@ import torch
 import torch.distributed as dist
 
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, evaluation_sums, linear_cross_entropy
 from sft_trainer.strategies.megatron.vocabulary import GroupRows
 from tests.integration.checkpoint.ranks import run
 
 VOCABULARY, WIDTH, POSITIONS = 97, 16, 50
 LOGITS = [PRODUCTS, Logits(factor=0.7), Logits(factor=1.3, cap=4.0)]
+OBJECTIVES = [CROSS_ENTROPY, Objective(by_probability=True), Objective(smoothing=0.1)]
 
 
 def compared(degree: int) -> list[dict[str, float]]:
-    """For all logits, with room for few rows at a time, differences from one process as shares of what there is."""
+    """For all logits and objectives, with room for few rows at a time, differences from one process as shares of it."""
     assert dist.group.WORLD is not None
     each, rank = -(-VOCABULARY // degree), dist.get_rank()
     here = slice(rank * each, min(VOCABULARY, (rank + 1) * each))
-    held = GroupRows(here.start, each, dist.group.WORLD)
+    held = GroupRows(here.start, each, VOCABULARY, dist.group.WORLD)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(POSITIONS, WIDTH, generator=generator), torch.randn(97, WIDTH, generator=generator)
     # Equal rows on two processes: of tokens that are as likely the first one counts.
@@ -28,12 +30,12 @@ def compared(degree: int) -> list[dict[str, float]]:
     labels = torch.randint(0, VOCABULARY, (POSITIONS,), generator=generator)
     loss_module.CHUNK_ELEMENTS = 21 * each
     found = []
-    for logits in LOGITS:
+    for logits, objective in itertools.product(LOGITS, OBJECTIVES):
         wanted = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        scaled, total = linear_cross_entropy(*wanted, labels, 1 / 7, logits)
+        scaled, total = linear_cross_entropy(*wanted, labels, 1 / 7, logits, objective=objective)
         expected = torch.autograd.grad(scaled, wanted)
         mine = [hidden.clone().requires_grad_(), weight[here].clone().requires_grad_()]
-        scaled_here, total_here = linear_cross_entropy(*mine, labels, 1 / 7, logits, held)
+        scaled_here, total_here = linear_cross_entropy(*mine, labels, 1 / 7, logits, held, objective=objective)
         of_hidden, of_weight = torch.autograd.grad(scaled_here, mine)
         dist.all_reduce(of_hidden)
         products = logits.log_probabilities(hidden @ weight.T)[0]
@@ -63,7 +65,7 @@ def test_loss_gradients_and_evaluation_are_those_of_one_process(degree: int, tmp
 
 def likely() -> list[int]:
     assert dist.group.WORLD is not None
-    held = GroupRows(3 * dist.get_rank(), 3, dist.group.WORLD)
+    held = GroupRows(3 * dist.get_rank(), 3, 6, dist.group.WORLD)
     values = torch.tensor([[[0.0, 2.0, 1.0], [1.0, 0.0, 0.0]], [[2.0, 0.0, 2.0], [1.0, 3.0, 0.0]]])[dist.get_rank()]
     tokens: list[int] = held.most_likely(values).tolist()
     return tokens

@@ -131,9 +131,9 @@ def extended(**default: Any) -> type[SFTJobSpec]:
 def test_a_new_field_with_a_default_changes_no_digest(name: str) -> None:
     document = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())["spec"]
 
-    later = extended(label_smoothing=0.1).model_validate(document)
+    later = extended(from_later=0.1).model_validate(document)
 
-    assert later.model_dump()["training"]["optimizer"]["labelSmoothing"] == 0.1
+    assert later.model_dump()["training"]["optimizer"]["fromLater"] == 0.1
     assert Numbers.of(later).digest == DIGESTS[name]
 
 
@@ -150,8 +150,8 @@ def test_the_page_of_sft_names_what_counts() -> None:
 
 
 def test_a_field_that_is_not_on_a_list_is_noticed() -> None:
-    missing = set(fields(extended(label_smoothing=0.1))) - NUMBERS - NOT_NUMBERS
-    assert missing == {"training.labelSmoothing", "training.optimizer.labelSmoothing"}
+    missing = set(fields(extended(from_later=0.1))) - NUMBERS - NOT_NUMBERS
+    assert missing == {"training.fromLater", "training.optimizer.fromLater"}
 
 
 def test_another_planner_changes_no_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +175,7 @@ def test_another_planner_changes_no_digest(monkeypatch: pytest.MonkeyPatch) -> N
         (spec(training={"epochs": 1, "seed": 42, "precision": "bf16"}), spec()),
         (spec(training={"globalBatchTokens": 65_536, "maxTokensPerMicroBatch": 4096}), spec()),
         (spec(training={"globalBatchTokens": 66_000}), spec()),
+        (spec(training={"loss": "crossEntropy", "labelSmoothing": 0, "neftuneNoiseAlpha": 0.0}), spec()),
         (sources({"uri": "hf://org/data@main", "split": "train[0:1_000]"}), sources({"uri": "hf://org/data",
          "split": "train[:1000]"})),
         (sources({"uri": "s3://b/rows/", "weight": 2}), sources({"uri": "s3://b/rows", "weight": 2.0})),

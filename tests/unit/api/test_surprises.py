@@ -134,6 +134,16 @@ def test_a_decay_of_less_than_two_steps_is_warned_of() -> None:
         assert warning.endswith("; give decaySteps of 2 or more")
 
 
+def test_cosines_of_one_step_are_warned_of() -> None:
+    def warned(steps: int, cycles: int) -> list[str]:
+        schedule = {"type": "cosineWithRestarts", "cycles": cycles, "warmupSteps": 10}
+        return said(training={"steps": steps, "schedule": schedule})
+
+    assert warned(60, 25) == []
+    (warning,) = warned(59, 25)
+    assert warning.startswith("training.schedule.cycles is 25, and 49 of 59 steps are left for them: a cosine of one")
+
+
 def test_a_warm_up_that_leaves_less_than_two_steps_is_what_to_lower() -> None:
     for decay in (1, 50):
         schedule = {"type": "warmupStableDecay", "warmupSteps": 9, "decaySteps": decay}

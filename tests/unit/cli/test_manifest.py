@@ -107,6 +107,10 @@ _ABSOLUTE = "only an absolute path says the same everywhere: file:///absolute/pa
 _BASE_PRECISION = "must be one of bf16, fp32, nf4, mxfp4"
 _QUANTITY = "must be a quantity such as 2, 500m or 64Gi"
 
+_SCHEDULES = (
+    "must be one of constant, constantWithWarmup, linear, cosine, warmupStableDecay, polynomial, inverseSqrt, "
+    "cosineWithRestarts"
+)
 SENTENCES = {
     "training: {steps: 1, epochs: 1}": "spec.training: give training.steps or training.epochs, not both",
     "data: {train: [{uri: hf://org/rows}], maxlength: 5}": "unknown field spec.data.maxlength; did you mean maxLength?",
@@ -147,8 +151,7 @@ SENTENCES = {
     "data: {train: [{uri: hf://org/rows}], packing: bfd}": 'spec.data.packing: must be one of none, ffd, got "bfd"; '
     "did you mean ffd?",
     "training: {precision: fp16}": 'spec.training.precision: must be one of bf16, fp32, got "fp16"; did you mean bf16?',
-    "training: {schedule: {type: step}}": "spec.training.schedule.type: must be one of constant, constantWithWarmup, "
-    'linear, cosine, warmupStableDecay, got "step"',
+    "training: {schedule: {type: step}}": f'spec.training.schedule.type: {_SCHEDULES}, got "step"',
     "data: {train: [{uri: hf://org/rows}], maxLength: 2000000}": "spec.data.maxLength: must be at most 1048576, "
     "got 2000000",
     "data: {train: [{uri: hf://org/rows}], maxLength: 1}": "spec.data.maxLength: must be at least 8, got 1",
@@ -223,6 +226,21 @@ SENTENCES = {
     "training: {bf16: true}": "unknown field spec.training.bf16; did you mean spec.training.precision?",
     "training: {lr_scheduler_type: linear}": "unknown field spec.training.lr_scheduler_type; did you mean "
     "spec.training.schedule.type?",
+    "training: {schedule: {type: cosine_with_restarts, cycles: 2}}": f"spec.training.schedule.type: {_SCHEDULES}, got "
+    '"cosine_with_restarts"; did you mean cosineWithRestarts?',
+    "training: {schedule: {type: inverse_sqrt}}": f"spec.training.schedule.type: {_SCHEDULES}, got "
+    '"inverse_sqrt"; did you mean inverseSqrt?',
+    "training: {schedule: {num_cycles: 2}}": "unknown field spec.training.schedule.num_cycles; did you mean "
+    "spec.training.schedule.cycles?",
+    "neftune_noise_alpha: 5": "unknown field spec.neftune_noise_alpha; did you mean spec.training.neftuneNoiseAlpha?",
+    "training: {neftune_noise_alpha: 5}": "unknown field spec.training.neftune_noise_alpha; did you mean "
+    "neftuneNoiseAlpha?",
+    "training: {label_smoothing_factor: 0.1}": "unknown field spec.training.label_smoothing_factor; did you mean "
+    "spec.training.labelSmoothing?",
+    "training: {loss_type: dft}": "unknown field spec.training.loss_type; did you mean spec.training.loss?",
+    "use_dft_loss: true": "unknown field spec.use_dft_loss; did you mean spec.training.loss: dft?",
+    "training: {loss: chunked_nll}": 'spec.training.loss: must be one of crossEntropy, dft, got "chunked_nll"; did you '
+    "mean crossEntropy?",
     "load_in_4bit: true": "unknown field spec.load_in_4bit; did you mean spec.lora.basePrecision: nf4?",
     "qlora: {}": "unknown field spec.qlora; did you mean spec.lora.basePrecision: nf4?",
     "lora: {loadIn4bit: true}": "unknown field spec.lora.loadIn4bit; did you mean spec.lora.basePrecision: nf4?",

@@ -307,6 +307,28 @@ def test_what_takes_less_memory_is_said_where_it_was_chosen() -> None:
     }
 
 
+def test_what_else_than_cross_entropy_is_trained_is_said_where_it_was_chosen() -> None:
+    def chosen(**training: Any) -> dict[str, str]:
+        found = decisions(training=training)
+        return {name: found[name].value for name in ("loss", "label smoothing", "noise on embeddings") if name in found}
+
+    assert chosen() == chosen(loss="crossEntropy", labelSmoothing=0, neftuneNoiseAlpha=0) == {}
+    assert chosen(loss="dft", neftuneNoiseAlpha=5) == {
+        "loss": "dft: cross-entropy times probability",
+        "noise on embeddings": "alpha 5",
+    }
+    assert chosen(labelSmoothing=0.1) == {"label smoothing": "0.1"}
+
+
+def test_powers_and_cycles_of_schedules_are_shown() -> None:
+    def shown(**schedule: Any) -> str:
+        return str(decisions(training={"schedule": schedule})["schedule"].value)
+
+    warm = "warm-up 3% of the steps"
+    assert shown(type="polynomial", power=2.5) == f"polynomial, {warm}, to the power of 2.5"
+    assert shown(type="cosineWithRestarts", cycles=3) == f"cosineWithRestarts, {warm}, 3 times"
+
+
 def test_processes_that_share_tokens_are_shown() -> None:
     assert "tokens shared by" not in decisions()
     shared = decisions(strategy={"fsdp": {"sequenceParallelDegree": 2}}, compute={"gpusPerNode": 8})

@@ -8,26 +8,32 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from sft_api.memory import logit_bytes
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import Logits, Slopes, linear_cross_entropy
+from sft_trainer.loss import CROSS_ENTROPY, Logits, Objective, Slopes, linear_cross_entropy
 from sft_trainer.models import compiling
 from tests.live_bytes import LiveBytes
-from tests.unit.trainer.test_loss import VOCABULARY, inputs
+from tests.unit.trainer.test_loss import OBJECTIVES, VOCABULARY, inputs
 
 
-def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Slopes, Any]:
+def compiled_by(
+    backend: str, monkeypatch: pytest.MonkeyPatch, objective: Objective = CROSS_ENTROPY
+) -> tuple[Slopes, Any]:
     """Slopes as some compiler makes them, and what counts how often."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend(backend)
     monkeypatch.setattr(compiling, "BACKEND", counter)
-    return compiling.compiled_slopes(), counter
+    return compiling.compiled_slopes(objective), counter
 
 
-def check_numbers(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_numbers(
+    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, objective: Objective = CROSS_ENTROPY
+) -> None:
     """Those of the loss without, from one compilation."""
     # Given chunks of seven rows and what is left: none, one, several; of fewer rows than that, and of one alone
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 7 * VOCABULARY)
     monkeypatch.setattr(loss_module, "_SLICE_ROWS", 10)
-    compiled, counter = compiled_by(backend, monkeypatch)
+    # A probability is rounded by as much of itself as its logarithm is rounded.
+    times = 10 if objective.by_probability else 2 if objective.smoothing else 1
+    compiled, counter = compiled_by(backend, monkeypatch, objective)
     for rows, frozen in ((50, ""), (49, "head"), (3, "hidden"), (1, ""), (0, ""), (52, ""), (2, "head"), (8, "")):
         hidden, weight, labels = inputs(dtype, rows)
         hidden.requires_grad_(frozen != "hidden")
@@ -36,25 +42,27 @@ def check_numbers(backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
         # When both are computed
         found, right = (
-            linear_cross_entropy(hidden, weight, labels, 1 / (rows + 20), fused=each) for each in (compiled, None)
+            linear_cross_entropy(hidden, weight, labels, 1 / (rows + 20), fused=each, objective=objective)
+            for each in (compiled, None)
         )
         gradients = (torch.autograd.grad(scaled, wanted) for scaled, _ in (found, right))
 
         # Then value and gradients are the same but for rounding
-        torch.testing.assert_close(found, right, rtol=5e-7, atol=0)
+        torch.testing.assert_close(found, right, rtol=times * 5e-7, atol=0)
         for one, other in zip(*gradients, strict=True):
             assert one.dtype == dtype
             distance = (one.double() - other.double()).norm()
-            assert distance <= (1e-6 if dtype == torch.float32 else 2e-3) * other.double().norm()
+            assert distance <= times * (1e-6 if dtype == torch.float32 else 2e-3) * other.double().norm()
     # And nothing was compiled for another number of rows, or another scale
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("objective", [CROSS_ENTROPY, *OBJECTIVES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_compiled_once_gives_the_numbers_of_what_is_not(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, objective: Objective
 ) -> None:
-    check_numbers("aot_eager", dtype, monkeypatch)
+    check_numbers("aot_eager", dtype, monkeypatch, objective)
 
 
 @pytest.mark.parametrize("first", [VOCABULARY, VOCABULARY + 1, 16, 2])

@@ -109,5 +109,11 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
         "| peak learning rate | 0.001 |",
         "| held out of training | 0.05 of the rows |",
     ]
+    other = resolve(job(Path("/inputs"), Path("/store"), training={"loss": "dft", "neftuneNoiseAlpha": 5}))
+    card = model_card(other, manifest, build_on_meta(source))
+    assert "| trained with | cross-entropy times probability (dynamic fine-tuning), as the training loss is |" in card
+    assert "| noise on embeddings | NEFTune, alpha 5 |" in card
+    smoothed = resolve(job(Path("/inputs"), Path("/store"), training={"labelSmoothing": 0.1}))
+    assert "| label smoothing | 0.1 |" in model_card(smoothed, manifest, build_on_meta(source))
     begun = resolve(job(Path("/inputs"), Path("/store"), lora={"adapterUri": "hf://org/adapters"}))
     assert "| adapters began as those of | `hf://org/adapters` |" in model_card(begun, manifest, build_on_meta(source))

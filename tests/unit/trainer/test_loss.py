@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft_api.memory import logit_bytes
+from sft_api.v1alpha1.workload import TrainingSpec
 from sft_trainer import loss as loss_module
-from sft_trainer.loss import PRODUCTS, Logits, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, evaluation_sums, linear_cross_entropy
 from tests.live_bytes import LiveBytes
 
 VOCABULARY, WIDTH = 97, 16
@@ -65,6 +66,58 @@ def test_logits_that_are_scaled_or_capped(
     assert right == (logits.argmax(-1) == labels).sum()
     for one, other in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+OBJECTIVES = [Objective(by_probability=True), Objective(smoothing=0.1)]
+
+
+def in_plain_words(logits: torch.Tensor, labels: torch.Tensor, objective: Objective) -> torch.Tensor:
+    """Summed over positions, by torch's own functions."""
+    each = torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=objective.smoothing)
+    if objective.by_probability:
+        each = each * logits.softmax(-1).gather(1, labels[:, None])[:, 0].detach()
+    return each.sum()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("elements", [8 * 50 * VOCABULARY, 7 * VOCABULARY, VOCABULARY])
+@pytest.mark.parametrize(("factor", "cap", "frozen_head"), [(1.0, None, False), (1 / 6, None, True), (0.7, 3.0, False)])
+def test_what_else_is_trained_is_that_of_plain_words(
+    monkeypatch: pytest.MonkeyPatch,
+    objective: Objective,
+    elements: int,
+    factor: float,
+    cap: float | None,
+    frozen_head: bool,
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    hidden, weight, labels = inputs()
+    weight.requires_grad_(not frozen_head)
+    # Given some labels that the model finds likely
+    labels[::3] = (hidden @ weight.T).argmax(dim=-1)[::3]
+    logits = factor * (hidden @ weight.T)
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    wanted = [hidden] if frozen_head else [hidden, weight]
+    expected = in_plain_words(logits, labels, objective)
+    expected_gradients = torch.autograd.grad(expected / 7, wanted)
+
+    scaled, total = linear_cross_entropy(hidden, weight, labels, 1 / 7, Logits(factor, cap), objective=objective)
+    gradients = torch.autograd.grad(scaled, wanted)
+    with torch.no_grad():
+        without, _ = linear_cross_entropy(hidden, weight, labels, 1 / 7, Logits(factor, cap), objective=objective)
+
+    torch.testing.assert_close(total, expected.detach(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(scaled, expected / 7, rtol=2e-6, atol=0)
+    assert without == scaled
+    for one, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_manifest_says_what_is_trained() -> None:
+    assert Objective.of(TrainingSpec()) == Objective.of(TrainingSpec(loss="crossEntropy")) == CROSS_ENTROPY
+    assert Objective.of(TrainingSpec(loss="dft")) == OBJECTIVES[0]
+    assert Objective.of(TrainingSpec(label_smoothing=0.1)) == OBJECTIVES[1]
 
 
 @pytest.mark.parametrize("elements", [50 * VOCABULARY, VOCABULARY])
@@ -202,7 +255,10 @@ def test_the_gradient_of_the_head_exists_once(
         *((logits, dtype) for logits in (Logits(0.5), Logits(cap=30.0)) for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
-def test_a_chunk_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, logits: Logits, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("objective", [CROSS_ENTROPY, *OBJECTIVES])
+def test_a_chunk_takes_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, logits: Logits, dtype: torch.dtype, objective: Objective
+) -> None:
     # Given several chunks, beside which nothing else is large
     vocabulary, rows = 3000, 8
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", vocabulary * rows * (3 if logits.transformed else 1))
@@ -210,7 +266,7 @@ def test_a_chunk_takes_what_the_plan_says(monkeypatch: pytest.MonkeyPatch, logit
     hidden = torch.randn(3 * rows, 2).to(dtype).requires_grad_()
 
     with LiveBytes() as live:
-        linear_cross_entropy(hidden, weight, torch.arange(3 * rows), 1.0, logits)
+        linear_cross_entropy(hidden, weight, torch.arange(3 * rows), 1.0, logits, objective=objective)
 
     assert logits.rows(vocabulary) == rows
     assert live.most == pytest.approx(rows * vocabulary * logit_bytes(logits.transformed, dtype.itemsize), rel=0.02)

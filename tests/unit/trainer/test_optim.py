@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from sft_api.v1alpha1 import SFTJobSpec
 from sft_trainer.models.causal_lm import build_on_meta
@@ -61,6 +62,60 @@ def test_a_stable_rate_decays_as_that_of_transformers() -> None:
         theirs.step()
     found = rates(50, type="warmupStableDecay", warmupSteps=0, decayRatio=0.2, minRatio=0.1)
     assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize(
+    ("schedule", "theirs", "options"),
+    [
+        ({"type": "polynomial", "power": 2.5}, "get_polynomial_decay_schedule_with_warmup", {"power": 2.5}),
+        (
+            {"type": "polynomial", "power": 1, "minRatio": 0.2},
+            "get_polynomial_decay_schedule_with_warmup",
+            {"lr_end": 0.2, "power": 1.0},
+        ),
+        ({"type": "inverseSqrt"}, "get_inverse_sqrt_schedule", {}),
+        (
+            {"type": "cosineWithRestarts", "cycles": 3},
+            "get_cosine_with_hard_restarts_schedule_with_warmup",
+            {"num_cycles": 3},
+        ),
+        ({"type": "linear"}, "get_linear_schedule_with_warmup", {}),
+        ({"type": "cosine"}, "get_cosine_schedule_with_warmup", {}),
+    ],
+)
+def test_after_the_warm_up_rates_are_those_of_transformers(
+    schedule: dict[str, Any], theirs: str, options: dict[str, Any], warmup: int
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = {} if schedule["type"] == "inverseSqrt" else {"num_training_steps": 50}
+    if schedule["type"] == "polynomial":
+        options = {"lr_end": 0.0, **options}
+    made = getattr(transformers, theirs)(optimizer, num_warmup_steps=warmup, **steps, **options)
+    expected = []
+    for _ in range(50):
+        expected += made.get_last_lr()
+        optimizer.step()
+        made.step()
+    found = rates(50, warmupSteps=warmup, **schedule)
+    assert found[warmup:] == pytest.approx(expected[warmup:])
+    # Theirs begins at 0, and comes to the peak a step later
+    assert found[:warmup] == pytest.approx(expected[1 : warmup + 1])
+
+
+def test_every_restart_has_the_peak_whatever_numbers_divide() -> None:
+    # 49 times a 49th is less than 1 in floating point
+    assert 49 * (1 / 49) < 1
+    found = rates(98, type="cosineWithRestarts", cycles=49, warmupSteps=0)
+    assert found == pytest.approx([1.0, 0.5] * 49)
+    assert rates(49, type="cosineWithRestarts", cycles=49, warmupSteps=0) == [1.0] * 49
+
+
+def test_an_inverse_square_root_comes_near_the_lowest_rate() -> None:
+    found = rates(400, type="inverseSqrt", warmupSteps=4, minRatio=0.2)
+    assert found[4] == 1.0
+    assert found[12] == pytest.approx(0.2 + 0.8 * (4 / 12) ** 0.5)
+    assert 0.2 < found[-1] < 0.3
 
 
 def test_constant_is_constant() -> None:

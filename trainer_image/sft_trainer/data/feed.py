@@ -37,12 +37,18 @@ class BinTensors:
     """Tokens of each bin that it was put together of; of itself, where none is named."""
     held: tuple[int, ...] = ()
     """Those of them that are here, of a part that one of several processes computes; else all."""
+    seeds: tuple[int, ...] = ()
+    """Of each bin that it was put together of; of itself, where none is named."""
+    first: int = 0
+    """Place of the first token here among those of ``sizes``."""
 
     def __post_init__(self) -> None:
         if not self.sizes:
             object.__setattr__(self, "sizes", (self.input_ids.shape[0],))
         if not self.held:
             object.__setattr__(self, "held", self.sizes)
+        if not self.seeds:
+            object.__setattr__(self, "seeds", (self.seed,))
 
     @classmethod
     def of(cls, batch: MicroBatch, *, seed: int = 0, counts: bool = True) -> "BinTensors":
@@ -78,16 +84,13 @@ class BinTensors:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "BinTensors":
-        return BinTensors(
-            change(self.input_ids),
-            change(self.position_ids),
-            replace(self.boundaries, ends=change(self.boundaries.ends)),
-            change(self.targets),
-            change(self.labels),
-            self.seed,
-            self.counts,
-            self.sizes,
-            self.held,
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            position_ids=change(self.position_ids),
+            boundaries=replace(self.boundaries, ends=change(self.boundaries.ends)),
+            targets=change(self.targets),
+            labels=change(self.labels),
         )
 
 

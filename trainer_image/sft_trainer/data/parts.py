@@ -30,6 +30,8 @@ def part_of(bin_: BinTensors, place: int, degree: int, multiple: int = 1) -> Bin
         counts=bin_.counts,
         sizes=bin_.sizes,
         held=_held(bin_.sizes, start, start + each),
+        seeds=bin_.seeds,
+        first=start,
     )
 
 

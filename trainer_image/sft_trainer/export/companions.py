@@ -12,6 +12,7 @@ from typing import Any
 from sft_api.checkpoints import BEST_METRIC, Manifest
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.workload import TrainingSpec
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.errors import DISK_FULL, StorageFullError
 from sft_trainer.models.causal_lm import CausalLM
@@ -112,7 +113,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     """A README.md for ``model`` in a checkpoint, with the facts of the run up to there, as its manifest has them."""
     run = manifest.run
     counted = run.model_extra or {}
-    facts = {
+    facts = _trained_otherwise(config.spec.training) | {
         "steps": manifest.step,
         "tokens": counted.get("tokens_seen"),
         "trained tokens": counted.get("trained_tokens_seen"),
@@ -149,6 +150,18 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
         f"| | |\n|---|---|\n{rows}\n{in_words(overrides) if peft else ''}"
     )
+
+
+def _trained_otherwise(training: TrainingSpec) -> dict[str, str]:
+    """What was trained where that is not the cross-entropy of the tokens as they are."""
+    facts = {}
+    if training.loss == "dft":
+        facts["trained with"] = "cross-entropy times probability (dynamic fine-tuning), as the training loss is"
+    if training.label_smoothing:
+        facts["label smoothing"] = f"{training.label_smoothing:g}"
+    if training.neftune_noise_alpha:
+        facts["noise on embeddings"] = f"NEFTune, alpha {training.neftune_noise_alpha:g}"
+    return facts
 
 
 def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:

@@ -11,13 +11,14 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER_CONFIG
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
-from sft_trainer.loss import PRODUCTS, Logits, Slopes, evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .exchange import SharedTokens
 from .experts import Balance, check_experts, kernel_options, load_balance
 from .logits import logits_of
+from .noise import Noise
 from .overrides import config_of
 from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
 from .routers import Routers
@@ -46,8 +47,10 @@ class CausalLM(nn.Module):
         self.logits = logits
         self.shared_tokens: SharedTokens | None = None
         """Those among whom the tokens of a micro-batch are shared out; None where this process has them all."""
+        self.objective: Objective = CROSS_ENTROPY
+        """What is trained; evaluations are of cross-entropy."""
         self.fused: Slopes | None = None
-        """What the loss is computed with where anything is compiled."""
+        """What the loss is computed with where anything is compiled: of that objective."""
         self.routers: Routers | None = None
         """What their loss is computed from, where one is trained."""
         self.huggingface = huggingface
@@ -65,20 +68,25 @@ class CausalLM(nn.Module):
         labels: torch.Tensor,
         scale: float | None,
         balance: Balance | None = None,
+        noise: Noise | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross-entropy summed over the trained tokens of one micro-batch: times ``scale``, and as it is.
+        """Loss summed over the trained tokens of one micro-batch: times ``scale``, and as it is.
 
         Two float32 scalars; ``backward`` is called of the first. With ``balance`` that has the load-balancing loss of
-        routers added, as it says, and the second is (2,): the cross-entropy, and that loss times tokens. With ``scale``
-        None, in an evaluation, the sum as it is, and of how many tokens the model finds the right one the most likely.
+        routers added, as it says, and the second is (2,): the loss, and that one times tokens. With ``scale`` None, in
+        an evaluation, the cross-entropy summed, and of how many tokens the model finds the right one the most likely.
         ``input_ids`` and ``position_ids`` are (tokens,), ``targets`` the positions whose output is trained and
         ``labels`` the tokens they must predict, both (trained tokens,). With ``shared_tokens`` all of these are this
-        process's part of those in ``boundaries``, and so is the loss of routers of those in ``balance``.
+        process's part of those in ``boundaries``, and so is the loss of routers of those in ``balance``. ``noise`` is
+        added to the embeddings.
         """
         model: Any = self.huggingface
         kept = None if balance is None else self.routers
         asked: AbstractContextManager[Any] = nullcontext() if kept is None else kept.asked()
-        with asked as router_logits:
+        noisy: AbstractContextManager[Any] = nullcontext()
+        if noise is not None:
+            noisy = noise.added_to(model.get_input_embeddings(), boundaries)
+        with asked as router_logits, noisy:
             output = model.base_model(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -93,7 +101,9 @@ class CausalLM(nn.Module):
         head = model.get_output_embeddings().weight
         if scale is None:
             return evaluation_sums(hidden, head, labels, self.logits)
-        loss, total = linear_cross_entropy(hidden, head, labels, scale, self.logits, fused=self.fused)
+        loss, total = linear_cross_entropy(
+            hidden, head, labels, scale, self.logits, fused=self.fused, objective=self.objective
+        )
         if balance is None:
             return loss, total
         uneven = load_balance(router_logits, balance, model.config.num_experts_per_tok, self.shared_tokens)

@@ -5,6 +5,7 @@ anything is compiled; attention is one operator that reads the documents' ends i
 the part between their products of matrices is compiled, apart from the layers. See docs/design/0018.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from sft_api.model_shape import UNCOMPILED_EXPERTS
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
 from sft_trainer.errors import DISK_DENIED, DISK_FULL
-from sft_trainer.loss import Slopes, slopes
+from sft_trainer.loss import CROSS_ENTROPY, Objective, Slopes, slopes
 from sft_trainer.versions import (
     keep_compiled_in,
     keep_what_layers_tell,
@@ -68,14 +69,15 @@ def _mark(values: Iterable[Any]) -> None:
             _mark(value.values())
 
 
-def compiled_slopes(*, asked: bool = True) -> Slopes:
-    """Those of the loss, compiled when they are first asked for, for any number of rows of two or more.
+def compiled_slopes(objective: Objective = CROSS_ENTROPY, *, asked: bool = True) -> Slopes:
+    """Those of ``objective``, compiled when they are first asked for, for any number of rows of two or more.
 
     Where nobody ``asked`` for it they stay as they are if the compiler fails, as layers do.
     """
     # Where the first rows are few, inductor would split each for good: five kernels on a GPU, in place of one.
     options: dict[str, Any] = {"split_reductions": False} if BACKEND == "inductor" else {}
-    compiled = torch.compile(slopes, backend=BACKEND, fullgraph=True, options=options or None)
+    plain: Slopes = slopes if objective == CROSS_ENTROPY else functools.partial(slopes, objective=objective)
+    compiled = torch.compile(plain, backend=BACKEND, fullgraph=True, options=options or None)
     fails = False
 
     def marked(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +94,7 @@ def compiled_slopes(*, asked: bool = True) -> Slopes:
                 text = " ".join(str(error).split())[:300]
                 log.warning("the loss is not compiled (%s: %s)", type(error).__name__, text)
                 fails = True
-        return slopes(*rows)
+        return plain(*rows)
 
     return marked
 

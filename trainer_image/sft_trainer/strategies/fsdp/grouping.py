@@ -50,4 +50,5 @@ def _joined(bins: list[BinTensors]) -> BinTensors:
         labels=torch.cat([bin_.labels for bin_ in bins]),
         seed=bins[0].seed,
         sizes=tuple(size for bin_ in bins for size in bin_.sizes),
+        seeds=tuple(seed for bin_ in bins for seed in bin_.seeds),
     )

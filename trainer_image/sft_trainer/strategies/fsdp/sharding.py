@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from sft_api.memory import BYTES, computes_with_copies, gathers_base, holds_copies, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
+from sft_trainer.loss import Objective
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import compile_layers, compiled_slopes
@@ -42,6 +43,7 @@ def build_model(
         )
     if topology.sequence > 1:
         model.shared_tokens = shared_tokens(topology.process_group("sequence"), topology.place("sequence"))
+    model.objective = Objective.of(config.spec.training)
     trainable.mark(model.huggingface)
     if trainable.quantised:
         FORMATS[trainable.quantised].prepare(device)
@@ -50,7 +52,7 @@ def build_model(
         # With what is recomputed, and within what FSDP does before and after.
         asked = config.spec.training.compile is not None
         compile_layers(model.blocks, draws_random_numbers=draws_random_numbers(model), asked=asked)
-        model.fused = compiled_slopes(asked=asked)
+        model.fused = compiled_slopes(model.objective, asked=asked)
     run = (config.spec, config.plan.precision, topology.world_size)
     left = set() if gathers_base(*run) else {each for each in model.parameters() if not each.requires_grad}
     if computes_with_copies(*run) and not holds_copies(config.spec, config.plan, topology.world_size):

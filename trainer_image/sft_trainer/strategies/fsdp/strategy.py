@@ -18,6 +18,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM, draws_random_numbers
 from sft_trainer.models.compiling import failed_to_compile, of_the_machine
 from sft_trainer.models.experts import Balance
+from sft_trainer.models.noise import Noise
 from sft_trainer.models.tensors import stored_tensors
 from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer, set_updates, update, updates
@@ -80,6 +81,7 @@ class FsdpStrategy:
         self._adds_up_once = topology.replicate > 1 and may_add_up_later(config)
         self._reduces_once = config.plan.reduce_gradients == "oncePerStep"
         self._balance = spec.training.router_aux_loss_coefficient
+        self._noise_alpha = spec.training.neftune_noise_alpha or 0.0
         self.auxiliary = self._balance > 0
         if self.auxiliary:
             blueprint.keep_router_logits()
@@ -220,6 +222,9 @@ class FsdpStrategy:
                     add_up_processes(self.model, after_this_pass=last)
                 elif self._adds_up_once:
                     add_up_replicas(self.model, after_this_pass=last)
+                noise: Noise | None = None
+                if self._noise_alpha and scale is not None:
+                    noise = Noise(self._noise_alpha, bin_.seeds, bin_.sizes, bin_.first)
                 # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
                 torch.manual_seed(bin_.seed)
                 one, other = self.model(
@@ -230,5 +235,6 @@ class FsdpStrategy:
                     bin_.labels,
                     scale if scale is None or bin_.counts else 0.0,
                     None if balance is None else Balance(balance if bin_.counts else 0.0, bin_.sizes, bin_.held),
+                    noise,
                 )
                 yield bin_, one, other

@@ -17,7 +17,7 @@ from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_trainer.boxes import WEIGHT, Box, Writers
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.data.parts import part_of
-from sft_trainer.loss import evaluation_sums, linear_cross_entropy
+from sft_trainer.loss import Objective, evaluation_sums, linear_cross_entropy
 from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.exchange import shared_tokens
@@ -63,6 +63,7 @@ class MegatronStrategy:
             check_fits(config, blueprint, gpu_memory, device, estimate, tells=topology.tells)
         self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config, megatron), topology, device
         self._sequence_parallel = megatron.shares_tokens
+        self._objective = Objective.of(config.spec.training)
         self._form_groups()
         self._dtype = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
         # transformers' own module rotates as the model says, whatever scaling it has.
@@ -114,6 +115,7 @@ class MegatronStrategy:
                 bin_.labels,
                 1.0 / denominator if bin_.counts else 0.0,
                 held=self._rows,
+                objective=self._objective,
             )
             if bin_.counts:
                 loss_sum.add_(total)
@@ -168,7 +170,7 @@ class MegatronStrategy:
         first = self._topology.place("tensor") * most
         self._tokens = min(self._sizes.vocabulary - first, most)
         group = parallel_state.get_tensor_model_parallel_group()
-        self._rows = GroupRows(first, most, group) if self._topology.tensor > 1 else None
+        self._rows = GroupRows(first, most, self._sizes.vocabulary, group) if self._topology.tensor > 1 else None
         self._shared: dict[str, Any] = {}
         if self._topology.sequence > 1:
             context, place = parallel_state.get_context_parallel_group(), self._topology.place("sequence")

@@ -12,6 +12,7 @@ class GroupRows:
 
     first: int
     most: int
+    vocabulary: int
     group: dist.ProcessGroup
 
     def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
