@@ -59,6 +59,8 @@ class Case:
     """``transformerConfigOverrides``."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """``training.optimizer``."""
+    objective: Mapping[str, Any] = field(default_factory=dict)
+    """Of ``training`` what says which loss is trained."""
 
     @property
     def name(self) -> str:
@@ -67,6 +69,7 @@ class Case:
         words = [f"{word}{degree}" for word, degree in degrees.items() if degree > 1]
         words += [self.precision] * (self.precision != "fp32")
         words += ["fsdp"] * self.fsdp + [f"{name}={value}" for name, value in self.overrides.items()]
+        words += [f"{name}={value}" for name, value in self.objective.items()]
         words += ["sp"] * self.tokens_too + [self.activations] * (self.activations != "none")
         return "-".join([self.model, *words])
 
@@ -187,6 +190,7 @@ def built(models: Path, case: Case, *, filled: bool = True) -> tuple[Any, Topolo
     parallel_state.destroy_model_parallel()
     path = models / case.model
     training: dict[str, Any] = {"precision": case.precision, "activationCheckpointing": case.activations}
+    training.update(case.objective)
     if case.optimizer:
         training["optimizer"] = {"learningRate": RATE, **case.optimizer}
     strategy = {} if case.fsdp else {"strategy": {"megatron": case.degrees}}
@@ -372,10 +376,12 @@ def curve(models: Path, case: Case, steps: int) -> list[float]:
 
 def beside_fsdp(models: Path, cases: Sequence[Case], steps: int) -> dict[str, float]:
     """The largest relative difference of losses and norms from those of FSDP, of each case; a collective call."""
-    kinds = {case.model for case in cases}
-    wanted = {model: curve(models, Case(model, fsdp=True), steps) for model in sorted(kinds)}
+    twins = {case.name: Case(case.model, fsdp=True, objective=case.objective) for case in cases}
+    wanted = {twin.name: curve(models, twin, steps) for twin in twins.values()}
     return {
-        case.name: worst(abs(a - b) / b for a, b in zip(curve(models, case, steps), wanted[case.model], strict=True))
+        case.name: worst(
+            abs(a - b) / b for a, b in zip(curve(models, case, steps), wanted[twins[case.name].name], strict=True)
+        )
         for case in cases
     }
 
