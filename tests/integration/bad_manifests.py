@@ -529,12 +529,6 @@ RULES = [
         "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
     ),
     Bad(
-        "noise under Megatron",
-        "spec",
-        {"strategy": "{megatron: {}}", "training": "{neftuneNoiseAlpha: 5}"},
-        "strategy.megatron knows no training.neftuneNoiseAlpha: leave it out, or choose strategy.fsdp",
-    ),
-    Bad(
         "weights in bf16 under Megatron",
         "spec",
         {"strategy": "{megatron: {}}", "training": "{parameterDtype: bf16}"},

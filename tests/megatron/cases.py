@@ -60,7 +60,7 @@ class Case:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """``training.optimizer``."""
     objective: Mapping[str, Any] = field(default_factory=dict)
-    """Of ``training`` what says which loss is trained."""
+    """Of ``training`` what says which loss is trained, and with what noise."""
 
     @property
     def name(self) -> str:

@@ -206,11 +206,6 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or self.training.router_aux_loss_coefficient == 0,
         ),
         Rule(
-            f"{_ABSENT} || !has(self.training.neftuneNoiseAlpha) || self.training.neftuneNoiseAlpha == 0.0",
-            "strategy.megatron knows no training.neftuneNoiseAlpha: leave it out, or choose strategy.fsdp",
-            lambda self: megatron_of(self) is None or not self.training.neftune_noise_alpha,
-        ),
-        Rule(
             f"{_ABSENT} || !has({_OVERRIDES}) || ("
             + " && ".join(f"(!has({_OVERRIDES}.{name}) || {_OVERRIDES}.{name} == 0.0)" for name in DROPOUTS)
             + ")",

@@ -345,8 +345,7 @@ class TrainingSpec(ApiModel):
     neftune_noise_alpha: Annotated[float, Field(ge=0, le=1000)] | None = Field(
         default=None,
         description="Noise on the embeddings of tokens in training (NEFTune), uniform up to this over the root of "
-        "length times width, of each document by its own length; none when absent. Not in evaluations, nor with "
-        "strategy.megatron.",
+        "length times width, of each document by its own length; none when absent. Not in evaluations.",
     )
     router_aux_loss_coefficient: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ DRAWN = (1, 5, 8, 14)
 SPLIT = Case("qwen3_tied", tensor=2, tokens_too=True)
 STAGES = Case("qwen3_tied", pipeline=2)
 TOKENS = Case("qwen3_tied", context=2)
-OTHER_LOSSES = [
+OBJECTIVES = [
     Case("qwen3_tied", tensor=2, tokens_too=True, objective={"loss": "dft"}),
     Case("qwen3_tied", tensor=2, objective={"labelSmoothing": 0.1}),
+    *(replace(case, objective={"neftuneNoiseAlpha": 20}) for case in (SPLIT, TOKENS, STAGES)),
 ]
 CHUNKS = Case("qwen3_tied", pipeline=2, chunks=2)
 UNEVEN = Case("qwen3_tied", pipeline=2, overrides={FIRST: 3})
@@ -70,7 +72,7 @@ def test_groups_of_processes_are_those_of_the_topology() -> None:
 def steps_and_checkpoints(models: Path, folder: Path) -> tuple[dict[str, float], int, int, int]:
     shim.install()
     return (
-        beside_fsdp(models, [SPLIT, TOKENS, Case("qwen3_tied"), *OTHER_LOSSES], 4),
+        beside_fsdp(models, [SPLIT, TOKENS, Case("qwen3_tied"), *OBJECTIVES], 4),
         resharded(
             models,
             folder / "resharded",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_trainer.data.feed import BinTensors
 from sft_trainer.data.stream import random_seed
 from sft_trainer.errors import ConfigError
 
@@ -32,6 +33,11 @@ class Noise:
     """Tokens of each bin."""
     first: int = 0
     """Place of the first token that is here."""
+
+    @classmethod
+    def of(cls, bin_: BinTensors, alpha: float) -> "Noise | None":
+        """That of the tokens of ``bin_`` in a step; None where there is none."""
+        return cls(alpha, bin_.seeds, bin_.sizes, bin_.first) if alpha else None
 
     @contextmanager
     def added_to(self, embeddings: nn.Module, boundaries: Boundaries) -> Iterator[None]:

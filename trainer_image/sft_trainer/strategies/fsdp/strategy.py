@@ -222,9 +222,7 @@ class FsdpStrategy:
                     add_up_processes(self.model, after_this_pass=last)
                 elif self._adds_up_once:
                     add_up_replicas(self.model, after_this_pass=last)
-                noise: Noise | None = None
-                if self._noise_alpha and scale is not None:
-                    noise = Noise(self._noise_alpha, bin_.seeds, bin_.sizes, bin_.first)
+                noise = None if scale is None else Noise.of(bin_, self._noise_alpha)
                 # Random numbers (dropout) depend on the bin alone: not on what ran before, nor on who computes it.
                 torch.manual_seed(bin_.seed)
                 one, other = self.model(

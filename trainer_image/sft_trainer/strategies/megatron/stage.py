@@ -1,5 +1,6 @@
 """A stage of a pipeline, or a chunk of it: consecutive layers of Megatron-Core, without its ``GPTModel``."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
 
 from sft_trainer.models.activations import forgetting
+from sft_trainer.models.noise import Noise
 from sft_trainer.topology import Topology
 
 from .layers import Documents, Norm, layer_spec
@@ -81,8 +83,11 @@ class Stage(torch.nn.Module):
         """(rows, width) of the head, on the last stage."""
         return self.get_parameter("head" if hasattr(self, "head") else "embedding.weight")
 
-    def forward(self, input_ids: torch.Tensor, documents: Documents) -> torch.Tensor:
-        """Of ``input_ids`` (tokens,): on the last stage (tokens, width), of others (tokens or a part, 1, width)."""
+    def forward(self, input_ids: torch.Tensor, documents: Documents, noise: Noise | None = None) -> torch.Tensor:
+        """Of ``input_ids`` (tokens,): on the last stage (tokens, width), of others (tokens or a part, 1, width).
+
+        ``noise`` is added to the embeddings.
+        """
         hidden: torch.Tensor = self._input
         if self._begins:
             hidden = self.embedding(input_ids.unsqueeze(0))
@@ -93,6 +98,11 @@ class Stage(torch.nn.Module):
                 place, parts = self._part
                 learns = (input_ids != self._padding).chunk(parts)[place]
                 hidden = torch.where(learns[:, None, None], hidden, hidden.detach())
+            if noise is not None:
+                place, parts = self._part
+                here = replace(noise, first=noise.first + place * (input_ids.shape[0] // parts))
+                ends = documents.boundaries["cu_seq_lens_q"]
+                hidden = hidden + here.values(hidden.transpose(0, 1), ends).unsqueeze(1)
         for forward in self._forwards:
             hidden, _ = forward(hidden, attention_mask=None, packed_seq_params=documents)
         if not self._ends:

@@ -21,6 +21,7 @@ from sft_trainer.loss import Objective, evaluation_sums, linear_cross_entropy
 from sft_trainer.models.attention import boundary_arguments
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.exchange import shared_tokens
+from sft_trainer.models.noise import Noise
 from sft_trainer.models.weights import initialize_buffers
 from sft_trainer.optim import build_optimizer, moments, set_updates, update, updates
 from sft_trainer.strategies.fitting import check_fits
@@ -64,6 +65,7 @@ class MegatronStrategy:
         self._sizes, self._topology, self._device = layout.Sizes.of(huggingface.config, megatron), topology, device
         self._sequence_parallel = megatron.shares_tokens
         self._objective = Objective.of(config.spec.training)
+        self._noise_alpha = config.spec.training.neftune_noise_alpha or 0.0
         self._form_groups()
         self._dtype = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
         # transformers' own module rotates as the model says, whatever scaling it has.
@@ -239,7 +241,8 @@ class MegatronStrategy:
         cos, sin = self._rotary(kind, bin_.position_ids.unsqueeze(0))
         boundaries = boundary_arguments(bin_.boundaries) | self._shared
         documents = Documents(qkv_format="sbhd", boundaries=boundaries, cos=cos, sin=sin)
-        hidden: torch.Tensor = chunk(bin_.input_ids, documents)
+        noise = Noise.of(bin_, self._noise_alpha) if chunk.training else None
+        hidden: torch.Tensor = chunk(bin_.input_ids, documents, noise)
         return hidden
 
     def _here(self, bin_: BinTensors) -> BinTensors:
