@@ -2,7 +2,7 @@
 
 max_rel_error    worst relative error of loss, gradient, gradient norm and evaluation: against a plain Hugging Face
                  loop, also compiled, with activation checkpointing, hybrid sharding, offload, shared tokens, some
-                 modules that are trained alone, other losses, and gradients that each process adds up for itself and
+                 modules that are trained alone, smoothed labels, and gradients that each process adds up for itself and
                  sums with the others once a step; of accumulation 8 x 1 against 1 x 8, of 2 processes against 1 (fp32,
                  tiny model), of mixtures of experts with the loss of their routers, which share tokens and are compiled
                  too, of adapters against peft, which are compared after three steps too, also beside a base in 4 bits,
@@ -48,7 +48,6 @@ _CHOSEN: dict[str, tuple[int, dict[str, Any]]] = {
     "unclipped": (2, {"optimizer": {"learningRate": 1e-3, "eps": 1e-4, "maxGradNorm": 0}}),
     "hybrid_offload": (4, {"strategy": {"shardDegree": 2, "cpuOffload": True}}),
     # On one process: torch's norm of few tensors in fp32 is rounded by more than the limit, and otherwise by several.
-    "dft": (2, {"loss": "dft", "compile": True}),
     "smoothed": (2, {"labelSmoothing": 0.1, "compile": True}),
     "some_modules": (1, {"trainableModules": _MODULES, "activationCheckpointing": "selective"}),
 }
@@ -85,7 +84,7 @@ _BESIDE_EXPERTS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 """Runs with adapters of experts: processes, type, and what is chosen for them."""
 _DISTURBED: dict[str, dict[str, Any]] = {
-    "lora": {"lora": {"rank": 4, "dropout": 0.1}},
+    "lora": {"lora": {"rank": 4, "dropout": 0.1}, "training": {"neftuneNoiseAlpha": 10, "loss": "dft"}},
     "4_bits": {"lora": {"rank": 4, **_ROUNDED}},
     "4_bits_experts": {"lora": {"rank": 4, **OF_EXPERTS, **_ROUNDED}},
     "dtypes": {

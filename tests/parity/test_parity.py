@@ -27,7 +27,9 @@ def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
 
     figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2, **chosen)
 
-    assert worst(figures.values()) <= LIMIT, figures
+    # A probability is off by as much of itself as its logarithm is off, which is larger than 1.
+    limit = 3 * LIMIT if chosen.get("loss") == "dft" else LIMIT
+    assert worst(figures.values()) <= limit, figures
 
 
 @pytest.mark.parametrize(
