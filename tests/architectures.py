@@ -43,13 +43,29 @@ _LATENT_HEADS = {
 _ENCODER_DECODER = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+_GROUPED = {**_LATENT_HEADS, **_ROUTED, "n_group": 2, "topk_group": 1, "qk_nope_head_dim": 8}
+_EXPERTS_OF_INTERMEDIATE = {**_EXPERTS, "intermediate_size": 16}
 
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "bitnet": {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear"}},
     "axk1": {**_LATENT_HEADS, "first_k_dense_replace": 1},
-    "deepseek_v3": {**_LATENT_HEADS, "first_k_dense_replace": 1},
+    "deepseek_v2": _GROUPED,
+    "deepseek_v3": _GROUPED,
+    "glm4_moe_lite": {**_LATENT_HEADS, **_ROUTED, "qk_nope_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
+    "dots1": _ROUTED,
+    "solar_open": {**_ROUTED, "num_hidden_layers": 2},
+    "exaone_moe": {**_EXPERTS, "first_k_dense_replace": 1},
+    "afmoe": {**_EXPERTS, "num_dense_layers": 1, "sliding_window": 4, "global_attn_every_n_layers": 2},
+    "minimax_m2": _EXPERTS_OF_INTERMEDIATE,
+    "hunyuan_v1_moe": _EXPERTS_OF_INTERMEDIATE,
+    "hy_v3": _EXPERTS,
+    "mellum": _EXPERTS,
+    "granitemoe_swa": _EXPERTS,
+    "cohere2_moe": _EXPERTS,
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),
     "gpt_oss": {**_EXPERTS, "intermediate_size": 16, "sliding_window": 4},
     "granitemoe": _EXPERTS,

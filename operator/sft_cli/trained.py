@@ -21,13 +21,15 @@ _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
-_OF_EXPERTS = re.compile(r".*\.(experts\..*|router\.layer|mlp\.router|(mlp|block_sparse_moe)\.gate)\.weight")
+_OF_EXPERTS = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.(router|gate)(\.(layer|gate|wg))?)\.weight")
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
 _ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")
 _ALL_EXPERTS = re.compile(
     r"(?P<block>.*)\.(?P<of>experts\.(gate_up|down)_proj(_blocks)?|(input|output)_linear\.weight)"
 )
+_CALLED_OTHERWISE = {"hy_v3": (".mlp.shared_mlp.", ".mlp.shared_experts.")}
+"""Layers of a type by their names in files, and in the model: in that of another type they have the first too."""
 _STACKED = {"gate_proj": ("gate_up_proj", 2), "w1": ("gate_up_proj", 2)} | dict.fromkeys(
     ("down_proj", "w2"), ("down_proj", 1)
 )
@@ -78,12 +80,12 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     """By the headers: linear layers are the matrices within the decoder's layers, and its head."""
     try:
         folder = Path(spec.model.uri.removeprefix(_FILE))
-        shapes, layers_here = _shapes(folder), _layers(folder)
+        shapes, (kind, layers_here) = _shapes(folder), _kind_and_layers(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # sft run says what is wrong with the files
     # Those that predict further tokens (GLM-4.5's) stand behind the others, and are not loaded.
     shapes = {
-        name: shape
+        name.replace(*_CALLED_OTHERWISE.get(kind, ("", ""))): shape
         for name, shape in shapes.items()
         if (found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here
     }
@@ -148,11 +150,13 @@ def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
     return _OF_A_LAYER.fullmatch(name)
 
 
-def _layers(folder: Path) -> float:
-    """How many the model in ``folder`` has by its config.json; infinitely many where that does not say it."""
+def _kind_and_layers(folder: Path) -> tuple[str, float]:
+    """The type of the model in ``folder`` by its config.json, and how many layers it has; infinitely many where that
+    does not say it."""
     file = folder / "config.json"
-    found = json.loads(file.read_text(encoding="utf-8")).get("num_hidden_layers") if file.is_file() else None
-    return found if isinstance(found, int) else math.inf
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    layers = config.get("num_hidden_layers")
+    return str(config.get("model_type")), layers if isinstance(layers, int) else math.inf
 
 
 def _files(folder: Path) -> list[Path]:

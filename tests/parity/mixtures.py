@@ -50,6 +50,9 @@ def make_mixture(inputs: Path, folder: Path, kind: str, width: int = 32) -> Path
             # Routers that prefer some experts: even ones would have nothing to learn.
             if name.endswith((".gate.weight", ".router.weight")):
                 parameter.normal_(std=0.5)
+            # And corrections of their choices, which nothing trains.
+            if not parameter.requires_grad:
+                parameter.normal_(std=0.1)
     model.save_pretrained(folder / "model")
     if kind == "gpt_oss":
         pack(folder / "model")

@@ -56,8 +56,11 @@ def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], boo
     config does not say how many a token is sent to. ``counts`` says by their names which parameters are looked at.
     """
     chosen = next((getattr(config, name) for name in _EXPERTS_PER_TOKEN if getattr(config, name, None)), None)
+    if isinstance(chosen, list):
+        # Of each layer, all of which are of one size.
+        chosen = sum(chosen) / len(chosen)
     return sum(
-        parameter.numel() // parameter.shape[0] * min(chosen, parameter.shape[0])
+        int(parameter.numel() // parameter.shape[0] * min(chosen, parameter.shape[0]))
         if chosen is not None and ".experts." in name
         else parameter.numel()
         for name, parameter in model.named_parameters()

@@ -29,7 +29,7 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["qwen3_moe", "gpt_oss"])
+@pytest.fixture(params=["qwen3_moe", "gpt_oss", "ernie4_5_moe"])
 def experts(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
 ) -> Iterator[Place]:
@@ -70,7 +70,7 @@ def test_it_goes_on_with_other_processes_and_is_exported_as_the_hub_names_it(exp
     # And the export has every expert by the names and shapes of the model that it came from, packed ones as they mean
     export = experts.store("disturbed") / "export"
     assert shapes(export) == unpacked(shapes(experts.inputs.model))
-    assert {name for name in shapes(export) if re.search(r"layers\.0\.mlp\.experts\.(3\.up|down)_proj", name)}
+    assert {name for name in shapes(export) if re.search(r"layers\.1\.mlp\.experts\.(3\.up|down)_proj", name)}
     config = json.loads((export / "config.json").read_text())
     assert "quantization_config" not in config
 

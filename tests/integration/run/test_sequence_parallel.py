@@ -91,6 +91,7 @@ CASES = {
         {"num_experts": 2, "num_local_experts": 2},
         {"lora": {**_OF_EXPERTS, "expertRank": 3}, "training": {"activationCheckpointing": "selective"}},
     ),
+    "heads of values of another size, and corrections of routers": Case(2, 2, "deepseek_v3"),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once, with noise": Case(2, 2, spec={"training": {"neftuneNoiseAlpha": 30}}, at_once=3),
     "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),

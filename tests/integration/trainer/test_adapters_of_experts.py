@@ -40,6 +40,8 @@ from tests.unit.trainer.test_some_modules import strategy as with_modules
 pytestmark = pytest.mark.usefixtures("process_group")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LATENT_ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 EVERYTHING: dict[str, Any] = {"rank": 4, "expertRank": 3, "alpha": 10, "targetModules": ["all-linear", "experts"]}
 SCALING = 10 / 4
 
@@ -78,7 +80,7 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     # Given adapters of which none is 0, of experts of another rank, and with what peft makes of their export
     folder = tmp_path / "model"
     reference = save_model(kind, folder)
-    lora = {**EVERYTHING, "targetModules": [*ATTENTION, "experts"]}
+    lora = {**EVERYTHING, "targetModules": [*(LATENT_ATTENTION if kind in LATENT else ATTENTION), "experts"]}
     ours = filled(strategy(folder, lora))
     theirs = PeftModel.from_pretrained(
         reference, exports(ours, folder, lora, "adapter", tmp_path / "adapter"), is_trainable=True
@@ -175,8 +177,11 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
         ("glm4_moe", {}, {"dropout": 0.1}),
         ("glm4_moe", {}, {"excludeModules": ["up_proj", "down_proj"]}),
         ("qwen3_moe", {"mlp_only_layers": [0]}, {"targetModules": ["all-linear", "experts"], "expertRank": 3}),
-        ("qwen2_moe", {}, {}),
-        ("granitemoeshared", {}, {}),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse"]}, {}),
+        *((kind, {}, {}) for kind in ("qwen2_moe", "granitemoeshared", "afmoe", "deepseek_v2", "deepseek_v3", "dots1")),
+        *((kind, {}, {}) for kind in ("ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3")),
+        ("solar_open", {}, {}),
+        ("cohere2_moe", {"num_shared_experts": 1}, {}),
     ],
 )
 def test_peft_loads_layers_that_are_called_as_its_experts_were(

@@ -152,4 +152,106 @@ PUBLISHED_OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
             },
         },
     ),
+    # Moonlight 16B A3B
+    (
+        "deepseek_v3",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 11264,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 2.446,
+            "first_k_dense_replace": 1,
+            "rope_theta": 50000.0,
+        },
+    ),
+    # DeepSeek V3, of which the rest are the defaults
+    (
+        "deepseek_v3",
+        {
+            "num_nextn_predict_layers": 1,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 40,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+    # Hunyuan A13B: some numbers once for each layer
+    (
+        "hunyuan_v1_moe",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 3072,
+            "moe_intermediate_size": [3072] * 32,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_experts": 64,
+            "moe_topk": [8] * 32,
+            "num_shared_expert": [1] * 32,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    # ERNIE 4.5 21B A3B
+    (
+        "ernie4_5_moe",
+        {
+            "hidden_size": 2560,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 4,
+            "moe_capacity": [64, 64, 64],
+            "moe_layer_end_index": 27,
+        },
+    ),
+    # MiniMax M2, of which the rest are the defaults
+    ("minimax_m2", {"num_hidden_layers": 62, "attn_type_list": [1] * 62, "rotary_dim": 64, "use_mtp": True}),
+    # Trinity Mini
+    (
+        "afmoe",
+        {
+            "num_hidden_layers": 32,
+            "num_dense_layers": 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "sliding_window": 2048,
+            "route_scale": 2.826,
+            "mup_enabled": True,
+        },
+    ),
+    # dots.llm1
+    (
+        "dots1",
+        {
+            "hidden_size": 4096,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "n_routed_experts": 128,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
 ]

@@ -13,6 +13,7 @@ from sft_cli.trained import Trained, measure_trained
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.export.plan import plan_export
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.experts import PROVEN, Balance, check_balances, load_balance
@@ -20,7 +21,7 @@ from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
-from sft_trainer.trainable import EVERYTHING
+from sft_trainer.trainable import trainable_of
 from tests.bins import RoomFor, random_bin
 from tests.mxfp4 import pack
 from tests.parity.runs import manifest, resolve
@@ -32,16 +33,20 @@ pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
 COEFFICIENT = 0.5
 KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo", "gpt_oss"]
+KINDS += ["minimax_m2", "ernie4_5_moe", "mellum", "granitemoe_swa"]
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)
 TOKENS = sum(len(bin_.input_ids) for bin_ in BINS)
 
 
-def strategy(path: Path, coefficient: float = COEFFICIENT, how: str = "none", **options: Any) -> FsdpStrategy:
-    training = {"routerAuxLossCoefficient": coefficient, "activationCheckpointing": how}
-    job = manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training)
-    built = FsdpStrategy(resolve(job), build_on_meta(path), EVERYTHING, ALONE, CPU, **options)
+def strategy(
+    path: Path, coefficient: float = COEFFICIENT, how: str = "none", memory: Any = None, **training: Any
+) -> FsdpStrategy:
+    training = {"routerAuxLossCoefficient": coefficient, "activationCheckpointing": how, **training}
+    config = resolve(manifest(path, path.with_name("store"), model={"uri": f"file://{path}"}, training=training))
+    built = FsdpStrategy(config, build_on_meta(path), trainable_of(config), ALONE, CPU, memory)
     load_weights(built.boxes("base") + built.boxes("trained"), built.model.names, path)
     return built
 
@@ -89,7 +94,7 @@ def plain(reference: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
         uneven = uneven + aux * start / TOKENS
         sums = [sums[0] + loss.item(), sums[1] + aux.item() * start]
     (total + COEFFICIENT * uneven).backward()
-    return sums, {name: parameter.grad for name, parameter in reference.named_parameters()}
+    return sums, {name: weight.grad for name, weight in reference.named_parameters() if weight.requires_grad}
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -109,6 +114,40 @@ def test_a_step_with_the_loss_of_routers_is_that_of_transformers(tmp_path: Path,
     routers = [module for module in trained.model.huggingface.modules() if hasattr(module, "asked")]
     assert routers
     assert all(router.logits is None for router in routers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "hub"),
+    [
+        ("deepseek_v3", "gate.e_score_correction_bias", "gate.e_score_correction_bias"),
+        # Parameters for transformers, which nothing trains.
+        ("ernie4_5_moe", "gate.moe_statics.e_score_correction_bias", "moe_statics.e_score_correction_bias"),
+        ("afmoe", "expert_bias", "expert_bias"),
+    ],
+)
+def test_corrections_of_routers_stay_as_they_are_published(tmp_path: Path, kind: str, name: str, hub: str) -> None:
+    # Given a model whose weights are in bf16, and corrections of its routers' choices in fp32
+    save_model(kind, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {each: value if hub in each else value.bfloat16() for each, value in load_file(file).items()}
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+
+    # When it is trained, with weights and all that is computed in bf16
+    trained = strategy(tmp_path, 0, precision="bf16", parameterDtype="bf16")
+    before = trained.forward_backward(BINS, TRAINED)
+    trained.apply(1e-2, 1.0, trained.grad_norm(), torch.tensor(True))
+    assert trained.forward_backward(BINS, TRAINED) < before
+
+    # Then they are what they were, and are exported so
+    full, published = f"model.layers.1.mlp.{name}", tensors[f"model.layers.1.mlp.{hub}"]
+    assert torch.equal(trained.model.huggingface.get_buffer(full), published)
+    assert published.bfloat16().float().ne(published).any()
+    (box,) = (box for box in trained.boxes("trained") if box.name.endswith(hub))
+    assert torch.equal(box.read(), published)
+    plan = plan_export(build_on_meta(tmp_path), torch.bfloat16)
+    assert {entry.dtype for file in plan.files for entry in file.entries if hub in entry.name} == {torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +261,8 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     save_model(kind, tmp_path)
     if kind.startswith("granite"):
         names = [name.replace("mlp", "block_sparse_moe") for name in names]
+    if kind in LATENT:
+        names = [name.replace("q_proj", "kv_b_proj") for name in names]
     lora = {"rank": 4, "targetModules": names, **({"expertRank": 3} if len(names) > 1 else {})}
     spec = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)).spec
     assert spec.lora is not None
@@ -256,6 +297,15 @@ def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_pa
     }
     save_file({**tensors, **further, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, file)
     assert measure_trained(spec) == plain
+
+
+def test_the_plan_knows_layers_by_the_names_that_the_model_has(tmp_path: Path) -> None:
+    save_model("hy_v3", tmp_path)
+    lora = {"rank": 4, "targetModules": ["shared_experts.down_proj"]}
+    spec = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)).spec
+    found = measure_trained(spec)
+    assert isinstance(found, Trained)
+    assert found.layers == 1
 
 
 def test_the_plan_counts_the_values_of_packed_experts(tmp_path: Path) -> None:

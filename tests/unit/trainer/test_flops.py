@@ -39,6 +39,8 @@ def model(kind: str, **options: Any) -> Any:
         # With biases
         ("gpt_oss", {"num_local_experts": 8}, 3 * 32 * 48 + 2 * 48 + 32),
         ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 16}, 3 * 32 * 16),
+        # Says it once for each layer
+        ("hunyuan_v1_moe", {"num_experts": 8, "intermediate_size": 16, "head_dim": 8}, 3 * 32 * 16),
         # With a shared expert, which every token is sent to.
         ("qwen2_moe", {"num_experts": 8, "moe_intermediate_size": 16}, 3 * 32 * 16),
     ],
@@ -46,7 +48,8 @@ def model(kind: str, **options: Any) -> Any:
 def test_of_the_routed_experts_those_count_that_a_token_is_sent_to(
     kind: str, options: dict[str, Any], idle_expert: int
 ) -> None:
-    made = model(kind, **options, num_experts_per_tok=2)
+    chosen = [2, 2] if kind == "hunyuan_v1_moe" else 2
+    made = model(kind, **options, num_experts_per_tok=chosen)
     held = sum(parameter.numel() for parameter in made.parameters())
     assert active_parameters(made, made.config) == held - 2 * 6 * idle_expert
 

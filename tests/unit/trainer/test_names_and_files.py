@@ -12,8 +12,18 @@ from sft_trainer.errors import ModelError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.tensors import whole_boxes
 from sft_trainer.models.weights import load_weights, weights_layout
+from tests.unit.trainer.test_models import stored_buffers
 
 EXPERTS = {"num_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+ROUTED = {"n_routed_experts": 3, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {
+    "q_lora_rank": 4,
+    "kv_lora_rank": 4,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 2,
+    "v_head_dim": 4,
+    "head_dim": 2,
+}
 KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("phi3", {}),
@@ -26,7 +36,13 @@ KINDS = [
     ("flex_olmo", EXPERTS),
     ("granitemoe", EXPERTS),
     ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 6}),
-    ("glm4_moe", {**EXPERTS, "n_routed_experts": 3, "first_k_dense_replace": 1}),
+    *((kind, {**EXPERTS, **ROUTED}) for kind in ("glm4_moe", "dots1", "solar_open", "exaone_moe")),
+    *((kind, {**EXPERTS, **ROUTED, **LATENT}) for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
+    *((kind, EXPERTS) for kind in ("mellum", "minimax_m2", "granitemoe_swa", "cohere2_moe")),
+    ("hunyuan_v1_moe", {**EXPERTS, "head_dim": 4}),
+    ("afmoe", {**EXPERTS, "num_dense_layers": 1}),
+    ("hy_v3", {**EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
+    ("ernie4_5_moe", {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 6}),
 ]
 
 
@@ -45,7 +61,10 @@ def save(kind: str, path: Path, **options: Any) -> None:
         pad_token_id=0,
         **options,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for value in stored_buffers(model).values():
+        value.normal_()
+    model.save_pretrained(path)
 
 
 def empty(path: Path) -> CausalLM:
@@ -53,8 +72,8 @@ def empty(path: Path) -> CausalLM:
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
+        for value in [*model.parameters(), *stored_buffers(model).values()]:
+            value.fill_(torch.nan)
     return CausalLM(model)
 
 
@@ -71,8 +90,8 @@ def test_what_is_loaded_is_what_transformers_loads(tmp_path: Path, kind: str, op
     boxes = whole_boxes(model)
     load_weights(boxes, model.names, tmp_path)
 
-    # Then all parameters are those that transformers reads
-    ours, theirs = (dict(each.named_parameters()) for each in (model.huggingface, expected))
+    # Then all parameters, and corrections of routers, are those that transformers reads
+    ours, theirs = ({**dict(each.named_parameters()), **stored_buffers(each)} for each in (model.huggingface, expected))
     assert ours.keys() == theirs.keys()
     for name, parameter in theirs.items():
         assert torch.equal(ours[name], parameter), name

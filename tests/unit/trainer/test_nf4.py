@@ -54,6 +54,9 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("granitemoeshared", {**EXPERTS, "shared_intermediate_size": 64}),
     ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
     ("glm4_moe", EXPERTS),
+    ("afmoe", EXPERTS),
+    ("deepseek_v3", {**EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 16}),
+    ("minimax_m2", EXPERTS),
 ]
 
 

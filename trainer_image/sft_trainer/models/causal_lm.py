@@ -16,7 +16,7 @@ from sft_trainer.names.canonical import Names
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .exchange import SharedTokens
-from .experts import Balance, check_experts, kernel_options, load_balance
+from .experts import Balance, check_experts, keep_corrections, kernel_options, load_balance
 from .logits import logits_of
 from .noise import Noise
 from .overrides import config_of
@@ -200,6 +200,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     check_no_layer_is_skipped(model.config)
     check_documents_stay_apart(model)
     check_experts(model)
+    keep_corrections(model)
     if overrides is not None:
         check_dropouts(model, overrides.given)
     return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed)

@@ -22,18 +22,33 @@ from .probe import small_model
 from .routers import Routers
 
 PROVEN = (
+    "afmoe",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
     "flex_olmo",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granitemoe",
+    "granitemoe_swa",
     "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "mellum",
+    "minimax_m2",
     "mixtral",
     "olmoe",
     "qwen2_moe",
     "qwen3_moe",
+    "solar_open",
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
 _BIASED = ("gpt_oss",)
+_CHOSEN = "num_experts_per_tok"
 _TOKENS = 12
 
 
@@ -57,6 +72,18 @@ def has_experts(model: Any) -> bool:
     return any(".experts." in name or parameter.ndim > 2 for name, parameter in model.named_parameters())
 
 
+def keep_corrections(model: Any) -> None:
+    """Have what no gradient trains by the authors of ``model`` be buffers, which are never rounded, nor trained here.
+
+    Some types have the corrections of their routers' choices as such parameters, others as buffers.
+    """
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            if not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
+
+
 def check_experts(model: Any) -> None:
     """Raise ``ModelError`` where the experts of ``model``, on the meta device, would not be trained exactly."""
     kind = model.config.model_type
@@ -67,14 +94,19 @@ def check_experts(model: Any) -> None:
             f"a model of type {kind!r} sends tokens to experts in a way that is not known to be trained exactly here: "
             f"choose a dense model, or a mixture of experts of type {', '.join(PROVEN)}"
         )
-    chosen = model.config.num_experts_per_tok
+    field = getattr(model.config, "attribute_map", {}).get(_CHOSEN, _CHOSEN)
+    given = getattr(model.config, _CHOSEN)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 3 and not 1 <= chosen <= len(parameter):
-            raise ModelError(
-                f"a model of type {kind!r} has {len(parameter)} experts and sends every token to {chosen} of them "
-                f"(num_experts_per_tok in its config.json): 1 to {len(parameter)} must be; correct that file"
-            )
-        if parameter.ndim == 3 and any(size % ROW_MULTIPLE for size in parameter.shape[1:]):
+        if parameter.ndim != 3:
+            continue
+        # A type may have a number for each layer.
+        for chosen in given if isinstance(given, list) else [given]:
+            if not 1 <= chosen <= len(parameter):
+                raise ModelError(
+                    f"a model of type {kind!r} has {len(parameter)} experts and sends every token to {chosen} of them "
+                    f"({field} in its config.json): 1 to {len(parameter)} must be; correct that file"
+                )
+        if any(size % ROW_MULTIPLE for size in parameter.shape[1:]):
             raise ModelError(
                 f"{name} of a model of type {kind!r} has the shape {tuple(parameter.shape)}: the product of matrices "
                 f"for all experts at once needs widths that are multiples of {ROW_MULTIPLE}; choose another model"

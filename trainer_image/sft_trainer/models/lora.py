@@ -27,6 +27,7 @@ from sft_trainer.names.canonical import Names, Part
 from . import grouped_experts
 from .experts import has_experts
 from .nf4 import linear
+from .routers import within_routers
 
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
@@ -102,15 +103,16 @@ def stacked_weights(huggingface: Any) -> list[str]:
 
 
 def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
-    """Names of all linear layers of a Hugging Face model, in order, and that of its head.
+    """Names of all linear layers of a Hugging Face model but those of routers, in order, and that of its head.
 
     Raises ``ConfigError`` where the layers of a kind have a forward pass of their own, beside which no adapter could be
     put in.
     """
     head = huggingface.get_output_embeddings()
+    routers = within_routers(huggingface)
     names, named_head = [], None
     for name, module in huggingface.named_modules():
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or module in routers:
             continue
         if type(module).forward is not nn.Linear.forward:
             raise ConfigError(
@@ -155,7 +157,21 @@ def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()
 
 
 _TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_TYPES_TAKEN_FOR_EXPERTS = ("glm4_moe", "qwen3_moe")
+_TYPES_TAKEN_FOR_EXPERTS = (
+    "afmoe",
+    "cohere2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "hunyuan_v1_moe",
+    "mellum",
+    "qwen3_moe",
+    "solar_open",
+)
 """Types with layers beside experts that are called so, which peft takes for these: they were such modules once."""
 
 

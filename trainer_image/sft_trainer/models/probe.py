@@ -239,11 +239,12 @@ def _small_config(config: Any) -> Any:
     per_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
     chosen = _different(list(zip(*per_layer.values(), strict=True)) or [()] * count)
     small = copy.deepcopy(config)
+    for name, value in per_layer.items():
+        setattr(small, name, [value[i] for i in chosen])
+    # Behind those of each layer: a config may have the experts of a token so.
     for name, value in _SMALL.items():
         if hasattr(config, name):
             setattr(small, name, value)
-    for name, value in per_layer.items():
-        setattr(small, name, [value[i] for i in chosen])
     small.num_hidden_layers = len(chosen)
     small.hidden_size = _HEADS * _head_size(config)
     return small

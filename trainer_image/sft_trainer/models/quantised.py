@@ -16,6 +16,7 @@ from . import grouped_experts
 from .mxfp4 import MXFP4
 from .nf4 import NF4, linear
 from .packed_rows import Format, some_rows
+from .routers import within_routers
 
 FORMATS: Mapping[Quantised, Format] = {"nf4": NF4, "mxfp4": MXFP4}
 
@@ -37,7 +38,8 @@ def would_be_rounded(what: str) -> ConfigError:
 
 
 def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str], bool]) -> list[str]:
-    """Names of the weights of ``huggingface`` that are packed: of experts, and in NF4 of linear layers but the head.
+    """Names of the weights of ``huggingface`` that are packed: of experts, and in NF4 of linear layers but the head and
+    those of routers.
 
     Not those of which ``trains`` says so. Raises ``ConfigError`` where the format does not fit them.
     """
@@ -47,8 +49,8 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
             f"lora.basePrecision is mxfp4, and a model of type {huggingface.config.model_type!r} is not published in "
             "that: take nf4, or bf16"
         )
-    head = huggingface.get_output_embeddings()
-    layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each is not head]
+    left = {huggingface.get_output_embeddings(), *within_routers(huggingface)}
+    layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each not in left]
     packed = {f"{name}.weight" for name in layers} if quantised == "nf4" else set()
     names = [name for name, weight in weights.items() if weight.ndim == 3 or name in packed]
     of = FORMATS[quantised]

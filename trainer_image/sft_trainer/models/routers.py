@@ -43,6 +43,13 @@ class Routers:
                 router.asked, router.logits = False, None
 
 
+def within_routers(huggingface: Any) -> set[torch.nn.Module]:
+    """The modules of a Hugging Face model that its routers are made of: such as their linear layers."""
+    kind, _ = router_of(huggingface) or ((), 0)
+    routers: list[Any] = [module for module in huggingface.modules() if isinstance(module, kind)]
+    return {part for router in routers for part in router.modules()}
+
+
 @cache
 def _keeping(kind: Any, place: int) -> Any:
     """``kind`` of routers, whose logits are at ``place`` of what they return, kept as ``logits`` when ``asked``."""

@@ -32,19 +32,43 @@ _STACKED = Rules(
 )
 """Experts that are stacked in hub files as well."""
 
+_MIXTRAL = Rules(
+    renamed=((".mlp.", ".block_sparse_moe."),),
+    experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+)
+
 RULES: Mapping[str, Rules] = {
+    "afmoe": Rules(experts=_GATED),
+    "cohere2_moe": Rules(experts=_GATED),
+    "deepseek_v2": Rules(experts=_GATED),
+    "deepseek_v3": Rules(experts=_GATED),
+    "dots1": Rules(experts=_GATED),
+    "ernie4_5_moe": Rules(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),), experts=_GATED),
+    "exaone_moe": Rules(
+        renamed=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),), experts=_GATED
+    ),
     "flex_olmo": Rules(experts=_GATED),
     "flint": Rules(renamed=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "glm4_moe": Rules(experts=_GATED),
+    "glm4_moe_lite": Rules(experts=_GATED),
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
     "gpt_oss": Rules(packed=("gate_up_proj", "down_proj")),
     "granitemoe": _STACKED,
     "granitemoeshared": _STACKED,
-    "mixtral": Rules(
-        renamed=((".mlp.", ".block_sparse_moe."),),
-        experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+    "hunyuan_v1_moe": Rules(experts=_GATED),
+    "hy_v3": Rules(
+        renamed=(
+            (".mlp.gate.weight", ".mlp.router.gate.weight"),
+            (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+            (".mlp.shared_experts.", ".mlp.shared_mlp."),
+        ),
+        experts=_GATED,
     ),
+    "mellum": Rules(experts=_GATED),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
     "olmoe": Rules(experts=_GATED),
     "qwen2_moe": Rules(experts=_GATED),
     "qwen3_moe": Rules(experts=_GATED),
+    "solar_open": Rules(experts=_GATED),
 }
