@@ -158,3 +158,29 @@ def test_a_kernel_takes_fewer_heads_of_keys_whether_or_not_it_has_an_argument_fo
 
     # Then heads of queries find their keys
     torch.testing.assert_close(output, attention._per_document(q, k, v, [9], 0.0, None, None))
+
+
+@pytest.mark.parametrize("size", [8, 5])
+def test_a_kernel_for_heads_of_one_size_takes_values_that_are_smaller(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    # Given the kernel of a GPU, which has no size of the values alone
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    monkeypatch.setattr(attention, "variable_length_attention", kernel)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, heads, 9, each, generator=generator).requires_grad_()
+        for heads, each in ((6, 8), (2, 8), (2, size))
+    ]
+    ends = attention.boundary_arguments(attention.Boundaries.of((9,)))
+
+    # When it computes attention with such values, then output and gradients are those of the definition
+    output = attention._varlen(*inputs, 0.0, None, None, ends)
+    expected = attention._per_document(*inputs, [9], 0.0, None, None)
+    torch.testing.assert_close(output, expected)
+    upstream = torch.randn(expected.shape, generator=generator)
+    torch.testing.assert_close(*(torch.autograd.grad(each, inputs, upstream) for each in (output, expected)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sft_trainer.errors import ModelError
 from sft_trainer.versions import variable_length_attention
@@ -209,6 +209,10 @@ def _varlen(
 ) -> torch.Tensor:
     if dropout:
         raise ModelError(f"attention dropout is not supported on the GPU: {_WITHOUT_DROPOUT}")
+    size = value.shape[-1]
+    if size < query.shape[-1]:
+        # The kernel knows one size for all: zeros behind the values give zeros behind the output.
+        value = pad(value, (0, query.shape[-1] - size))
     output = variable_length_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
@@ -219,7 +223,7 @@ def _varlen(
         # (left, right) neighbours a token sees; -1 is unlimited, 0 on the right is causal.
         window=(-1 if sliding_window is None else sliding_window - 1, 0),
     )
-    return output.unsqueeze(0)
+    return output[..., :size].unsqueeze(0)
 
 
 def _on_gpu(
