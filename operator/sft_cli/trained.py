@@ -134,7 +134,10 @@ def names_warning(found: Trained | str | None, refused: str) -> str:
 
 
 def _numbers(name: str, shape: list[int]) -> int:
-    """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two, scales are none."""
+    """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two; scales are none, nor those
+    of FP8."""
+    if name.endswith("_scale_inv"):
+        return 0
     packed = _PACKED.fullmatch(name)
     return math.prod(shape) * (1 if packed is None else 2 if packed["of"] == "blocks" else 0)
 

@@ -116,6 +116,7 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("flex_olmo", {}, None, BALANCED, 2),
         # Its first layer is dense.
         ("glm4_moe", {}, None, {}, 4),
+        ("ernie4_5_moe", {}, None, BALANCED, 4),
     ],
 )
 def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(

@@ -14,6 +14,7 @@ from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 
+from . import fp8
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .exchange import SharedTokens
 from .experts import Balance, check_experts, keep_corrections, kernel_options, load_balance
@@ -165,11 +166,11 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
         raise
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
-    packed = _are_packed(config)
+    packed = _read_as(config)
     # Building it in fp32 writes fp32 into the config.
     stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
     if packed:
-        # What they are read as, exactly; an export has plain weights.
+        # What they are read as; an export has plain weights.
         stored_dtype = torch.bfloat16
         del config.quantization_config
     register()
@@ -203,7 +204,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     keep_corrections(model)
     if overrides is not None:
         check_dropouts(model, overrides.given)
-    return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed)
+    return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed == "mxfp4")
 
 
 def _of_several_parts(config: Any) -> ModelError:
@@ -213,19 +214,29 @@ def _of_several_parts(config: Any) -> ModelError:
     )
 
 
-def _are_packed(config: Any) -> bool:
-    """Whether the config says that files may have weights in MXFP4, which are read as what they mean.
+def _read_as(config: Any) -> str:
+    """In which way of those that are read as what they mean the config says that files may have weights; empty where
+    it says nothing.
 
     Raises ``ModelError`` where it says that they are quantised otherwise: other layers compute with those.
     """
     given = getattr(config, "quantization_config", None)
     if not given:
-        return False
-    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+        return ""
+    fields = given if isinstance(given, dict) else vars(given)
+    method = fields.get("quant_method")
     if method == "mxfp4" and Names.of(config).packs:
-        return True
+        return "mxfp4"
+    blocks, scheme, detail = fields.get("weight_block_size"), fields.get("activation_scheme", "dynamic"), ""
+    if method == "fp8":
+        if blocks == [fp8.BLOCK, fp8.BLOCK] and scheme == "dynamic":
+            return "fp8"
+        detail = (
+            f", of which weight_block_size [{fp8.BLOCK}, {fp8.BLOCK}] with activation_scheme 'dynamic' is read, and "
+            f"not {blocks} with {scheme!r}"
+        )
     raise ModelError(
-        f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}) in its "
+        f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}{detail}) in its "
         "config.json is not supported: it would be trained as a plain model, which is another one; name a checkpoint "
         "in model.uri that is not quantised, or remove the field from config.json if the weights beside it are plain "
         "(bf16, fp16, fp32)"

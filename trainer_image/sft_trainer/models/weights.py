@@ -17,11 +17,12 @@ from sft_trainer.errors import ModelError
 from sft_trainer.names.canonical import Names
 from sft_trainer.versions import initialize, passed_over
 
+from . import fp8
 from .causal_lm import CausalLM
 from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
 from .tensors import tied_names, whole_boxes
 
-_TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE)
+_TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE, fp8.DTYPE)
 """Names of dtypes in safetensors files whose numbers mean what they say, or that are read as what they mean."""
 _ROWS = 1024
 """Of two weights that are compared, at a time."""
@@ -196,8 +197,8 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
         with ExitStack() as stack:
             reader_of = functools.cache(lambda file, stack=stack: stack.enter_context(opened(file)))
             for name in held_names:
-                slices = [_slices(reader_of(files[each]), each, files[each]) for each in stored[name]]
-                reader = slices[0] if len(slices) == 1 else PackedSlices(name, *slices)
+                slices = {each: _slices(reader_of(files[each]), each, files[each]) for each in stored[name]}
+                reader = _weight(name, slices)
                 for box, index in needed[name]:
                     source = _Source(name, reader, box, index)
                     _check_header(source)
@@ -205,9 +206,20 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
 
 
 def _stored_names(name: str, names: Names, files: Mapping[str, Path]) -> tuple[str, ...]:
-    """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, or two where it is packed."""
+    """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, also with that of its scales, or
+    two others where it is packed."""
+    scales = f"{name}{fp8.SCALES}"
+    if name in files and scales in files:
+        return name, scales
     packed = f"{name}{BLOCKS}", f"{name}{SCALES}"
     return packed if name not in files and packed[0] in files and names.may_be_packed(name) else (name,)
+
+
+def _weight(name: str, slices: Mapping[str, Any]) -> Any:
+    """The slice reader of the hub tensor ``name``, by those of the tensors that files have of it."""
+    if len(slices) == 1:
+        return slices[name]
+    return fp8.ScaledSlices(name, *slices.values()) if name in slices else PackedSlices(name, *slices.values())
 
 
 def _slices(reader: Any, name: str, file: Path) -> Any:
