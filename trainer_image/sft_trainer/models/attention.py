@@ -209,10 +209,7 @@ def _varlen(
 ) -> torch.Tensor:
     if dropout:
         raise ModelError(f"attention dropout is not supported on the GPU: {_WITHOUT_DROPOUT}")
-    size = value.shape[-1]
-    if size < query.shape[-1]:
-        # The kernel knows one size for all: zeros behind the values give zeros behind the output.
-        value = pad(value, (0, query.shape[-1] - size))
+    size, value = value.shape[-1], filled_up(value, query)
     output = variable_length_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
@@ -224,6 +221,13 @@ def _varlen(
         window=(-1 if sliding_window is None else sliding_window - 1, 0),
     )
     return output[..., :size].unsqueeze(0)
+
+
+def filled_up(value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """``value`` with zeros behind it up to the head size of ``query``, for a kernel that knows one size for all: they
+    give zeros behind the output, which are cut off."""
+    missing = query.shape[-1] - value.shape[-1]
+    return pad(value, (0, missing)) if missing > 0 else value
 
 
 def _on_gpu(

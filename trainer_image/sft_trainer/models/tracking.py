@@ -17,7 +17,7 @@ import torch
 from sft_api.memory import NOTHING, BlockMemory
 from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 
-from .attention import Boundaries, boundary_arguments
+from .attention import Boundaries, boundary_arguments, filled_up
 from .causal_lm import CausalLM
 from .documents import attention_operator
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
@@ -89,7 +89,9 @@ def _attention(
         output = attend_explicitly(query, key, value, s_aux, document_ends, None, None, softcap)
         output = _Working.apply(output, working_bytes(query, key, value))
     else:
-        output = attention_operator(query, key, value, document_ends, None, None)[0]
+        # Filled up as for torch's kernel: FlashAttention 4, which knows sizes of values, takes a little less.
+        filled = filled_up(value, query)
+        output = attention_operator(query, key, filled, document_ends, None, None)[0][..., : value.shape[-1]]
     return output if shared_tokens is None else by_tokens(output, shared_tokens), None
 
 
