@@ -77,7 +77,8 @@ def difference(fingerprints: Sequence[Fingerprint]) -> str:
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return (
         f"the processes do not hold the same: {'; '.join(found[:_SHOWN])}{more}. Pin model.uri, data.*.uri and "
-        "lora.adapterUri to a commit (@revision), let all nodes see the same files, and give all pods one image by its digest"
+        "lora.adapterUri to a commit (@revision), let all nodes see the same files, and give all pods one image by "
+        "its digest"
     )
 
 
