@@ -35,4 +35,4 @@ def as_here(
 
 def experts_of(model: Any) -> int:
     """How many each layer of a Hugging Face model has, with adapters or without; 0 of a dense one."""
-    return next((len(weight) for weight in model.parameters() if weight.ndim == 3), 0)
+    return next((len(weight) for name, weight in model.named_parameters() if f".{_EXPERTS}." in name), 0)

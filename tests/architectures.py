@@ -47,6 +47,14 @@ _ROUTED = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_de
 _GROUPED = {**_LATENT_HEADS, **_ROUTED, "n_group": 2, "topk_group": 1, "qk_nope_head_dim": 8}
 _EXPERTS_OF_INTERMEDIATE = {**_EXPERTS, "intermediate_size": 16}
 
+_GATED_DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -68,6 +76,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),
     "gpt_oss": {**_EXPERTS, "intermediate_size": 16, "sliding_window": 4},
+    "qwen3_5_text": _GATED_DELTA_NETS,
+    "qwen3_5_moe_text": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "granitemoe": _EXPERTS,
     "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 16},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},

@@ -5,10 +5,13 @@ Within attention each process has all tokens of a part of the heads, so that hea
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.words import either
 
+LINEAR_ATTENTION = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Values of ``model_type`` of those models with layers of linear attention, gated delta nets, that are trained."""
 _FIELD = "strategy.fsdp.sequenceParallelDegree"
 
 
@@ -29,6 +32,16 @@ def heads_problem(heads: int, kv_heads: int, degree: int, shard_degree: int) -> 
     """
     tried = [each for each in range(1, heads + 1) if shard_degree % each == 0]
     return unshared_heads(_FIELD, "the model", heads, kv_heads, degree, tried)
+
+
+def layers_problem(kind: Any, degree: int) -> str:
+    """Why ``degree`` processes cannot share tokens of a model of type ``kind``, and what to change; else empty."""
+    if degree == 1 or kind not in LINEAR_ATTENTION:
+        return ""
+    return (
+        f"{_FIELD} is {degree}, but a model of type {kind!r} has layers of linear attention, which go through all "
+        "tokens of a document in order: leave it out"
+    )
 
 
 def unshared_heads(field: str, whose: str, heads: int, kv_heads: int, degree: int, tried: Sequence[int]) -> str:

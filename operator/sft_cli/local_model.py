@@ -12,6 +12,7 @@ from sft_api.memory_plan import Fit, judge, staging_warning
 from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, uncounted, wrong_sizes
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
+from sft_api.sequence_parallel import layers_problem
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
@@ -36,9 +37,11 @@ def why_uncounted(spec: SFTJobSpec) -> str:
 
 def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     """``judge``, and what it cannot see where the model's config.json is here, of a model without a shape."""
-    config = _config(spec.model.uri) if megatron_of(spec) else None
+    config = _config(spec.model.uri)
     content = {} if config is None else _content(config)
-    problem = config_problem(content) if content.get("model_type") else ""
+    problem = layers_problem(content.get("model_type"), spec.sequence_parallel)
+    if megatron_of(spec) and content.get("model_type"):
+        problem = config_problem(content)
     return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)
 
 

@@ -83,14 +83,16 @@ def training_flops(
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
     appendix B; where queries and values are not of one size, by the mean of the two. ``layers`` says how many have
     which sliding window (None: none): there the pairs of tokens farther apart are left out, (length - window)^2 of
-    length^2.
+    length^2. In a layer of linear attention (window 0) what a token does with its states counts in place of that, 6 for
+    each number in them forwards: read by the key, changed, read by the query.
     """
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
     pairs = sum(count * _pairs(lengths, window) for window, count in layers.items())
     attention: float = 3 * _queries_and_values(config) * pairs
-    return (6.0 * matrices - 2.0 * frozen) * sum(lengths) + attention
+    states = 18.0 * layers.get(0, 0) * _states(config)
+    return (6.0 * matrices - 2.0 * frozen + states) * sum(lengths) + attention
 
 
 def _queries_and_values(config: Any) -> int:
@@ -100,6 +102,12 @@ def _queries_and_values(config: Any) -> int:
         return int(heads * (config.qk_head_dim + value_size))
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(2 * heads * head_size * (2 if config.model_type in _ATTENDS_TWICE else 1))
+
+
+def _states(config: Any) -> int:
+    """Numbers in the states of all heads of a layer of linear attention; 0 where the model has none."""
+    heads: int = getattr(config, "linear_num_value_heads", 0)
+    return heads and heads * int(config.linear_key_head_dim * config.linear_value_head_dim)
 
 
 def _pairs(lengths: Sequence[int], window: int | None) -> int:
@@ -151,9 +159,11 @@ class ModelFlops:
 
     def _left_out(self, lengths: Sequence[int]) -> float:
         """Of these FLOPs those that no backward pass has: 2 of each weight whose input needs no gradient, and two
-        thirds of the attention of layers that no gradient comes to."""
+        thirds of the attention, linear or not, of layers that no gradient comes to."""
         pairs = sum(count * _pairs(lengths, window) for window, count in self._forward_layers.items())
-        return 2.0 * self._without_input_gradient * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
+        states = 12.0 * self._forward_layers[0] * _states(self._config)
+        weights = 2.0 * self._without_input_gradient
+        return (weights + states) * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
 
     def share_of_peak(self, flops: float, device_seconds: float) -> float | None:
         """Of what devices could compute in ``device_seconds`` of them all; None where that is not known."""

@@ -30,6 +30,9 @@ _REMEMBERED_ALLOCATIONS = 200_000
 
 _FLASH_ATTENTION = "flash_attn"
 
+_INSTEAD = "sft_in_place_of"
+"""Under which a function of ours that stands in a module of transformers has what it stands for."""
+
 _KNOW_GROUPS: dict[Any, bool] = {}
 """Whether a kernel has an argument for fewer heads of keys than of queries: torch 2.11's has none, and takes them."""
 
@@ -241,6 +244,7 @@ _ATTENTION_KERNELS = (
     "sft.document_attention",
     "sft.explicit_attention",
     "sft.flash_attention",
+    "sft.gated_delta_rule",
 )
 
 
@@ -271,6 +275,35 @@ that does not take that one."""
 def gated(experts: Any, product: "torch.Tensor") -> "torch.Tensor":
     """What ``experts``, a module of transformers with those of a layer, makes of the ``product`` of gate and up."""
     result: torch.Tensor = experts._apply_gate(product)
+    return result
+
+
+def compute_with(model: Any, functions: "Mapping[str, Callable[..., Any]]") -> None:
+    """Have the layers of the Hugging Face ``model`` call ``functions`` in place of those of the same names beside its
+    class, where they are given ``document_ends``; without it they call their own.
+
+    Raises ``AttributeError`` where there is none of a name.
+    """
+    home = sys.modules[type(model).__module__]
+    for name, function in functions.items():
+        theirs = getattr(home, name)
+        if not hasattr(theirs, _INSTEAD):
+            setattr(home, name, _with_documents(theirs, function))
+
+
+def _with_documents(theirs: "Callable[..., Any]", ours: "Callable[..., Any]") -> "Callable[..., Any]":
+    def either(*arguments: Any, **named: Any) -> Any:
+        return (theirs if named.get("document_ends") is None else ours)(*arguments, **named)
+
+    setattr(either, _INSTEAD, theirs)
+    return either
+
+
+def activated(numbers: "torch.Tensor", activation: str | None) -> "torch.Tensor":
+    """What the activation function that transformers calls so makes of ``numbers``; themselves where there is none."""
+    from transformers.activations import ACT2FN
+
+    result: torch.Tensor = numbers if activation is None else ACT2FN[activation](numbers)
     return result
 
 

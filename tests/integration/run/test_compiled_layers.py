@@ -114,6 +114,8 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("granitemoeshared", {}, None, BALANCED, 2),
         ("granitemoe", {}, None, BALANCED, 2),
         ("flex_olmo", {}, None, BALANCED, 2),
+        # Layers of two kinds.
+        ("qwen3_5_text", {}, None, {"activationCheckpointing": "selective"}, 4),
         # Its first layer is dense.
         ("glm4_moe", {}, None, {}, 4),
         ("ernie4_5_moe", {}, None, BALANCED, 4),

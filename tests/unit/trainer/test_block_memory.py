@@ -16,6 +16,7 @@ from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_blocks
 from tests.architectures import accepted, small_config
@@ -250,6 +251,7 @@ def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
     config = small_config(kind)
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+    keep_documents_apart(made)
 
     seen = track_blocks(CausalLM(made), torch.bfloat16, lambda name: True, 64)
 

@@ -18,6 +18,7 @@ from . import fp8
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .exchange import SharedTokens
 from .experts import Balance, check_experts, keep_corrections, kernel_options, load_balance
+from .gated_delta import keep_documents_apart
 from .logits import logits_of
 from .noise import Noise
 from .overrides import config_of
@@ -199,6 +200,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     check_no_layer_is_skipped(model.config)
+    keep_documents_apart(model)
     check_documents_stay_apart(model)
     check_experts(model)
     keep_corrections(model)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import library
 
-from sft_api.sequence_parallel import heads_problem, key_repeats
+from sft_api.sequence_parallel import heads_problem, key_repeats, layers_problem
 from sft_trainer.distributed import add_to_all, exchanged
 from sft_trainer.errors import ConfigError
 
@@ -39,7 +39,8 @@ def check_heads(config: Any, degree: int, shard_degree: int) -> None:
     Those that could divide ``shard_degree``, the processes that a copy of the model is sharded over.
     """
     heads: int = config.num_attention_heads
-    problem = heads_problem(heads, getattr(config, "num_key_value_heads", None) or heads, degree, shard_degree)
+    keys: int = getattr(config, "num_key_value_heads", None) or heads
+    problem = layers_problem(config.model_type, degree) or heads_problem(heads, keys, degree, shard_degree)
     if problem:
         raise ConfigError(problem)
 

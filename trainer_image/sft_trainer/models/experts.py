@@ -5,11 +5,12 @@ those with biases, packed, or with adapters, by a function of our own (``grouped
 It needs no number of the device on the host, and what is computed again in a backward pass has the same shapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import softmax
 
 from sft_api.memory import ROW_MULTIPLE
@@ -43,7 +44,9 @@ PROVEN = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
     "solar_open",
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
@@ -69,7 +72,18 @@ def has_biased_experts(config: Any) -> bool:
 
 def has_experts(model: Any) -> bool:
     """Whether the Hugging Face ``model`` sends tokens to experts."""
-    return any(".experts." in name or parameter.ndim > 2 for name, parameter in model.named_parameters())
+    return any(".experts." in name for name, _ in model.named_parameters()) or any(stacked_parameters(model))
+
+
+def stacked_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the Hugging Face ``model`` in which experts are stacked, (experts, …), by name, in order."""
+    # Their weights have three dimensions too.
+    convolutions = {module.weight for module in model.modules() if isinstance(module, nn.Conv1d)}
+    return (
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 2 and parameter not in convolutions
+    )
 
 
 def keep_corrections(model: Any) -> None:
@@ -96,9 +110,7 @@ def check_experts(model: Any) -> None:
         )
     field = getattr(model.config, "attribute_map", {}).get(_CHOSEN, _CHOSEN)
     given = getattr(model.config, _CHOSEN)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim != 3:
-            continue
+    for name, parameter in stacked_parameters(model):
         # A type may have a number for each layer.
         for chosen in given if isinstance(given, list) else [given]:
             if not 1 <= chosen <= len(parameter):

@@ -25,7 +25,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.names.canonical import Names, Part
 
 from . import grouped_experts
-from .experts import has_experts
+from .experts import has_experts, stacked_parameters
 from .nf4 import linear
 from .routers import within_routers
 
@@ -99,7 +99,7 @@ def _sizes(weight: torch.Tensor, *, turned: bool) -> tuple[int, ...]:
 
 def stacked_weights(huggingface: Any) -> list[str]:
     """Names of the tensors in which a Hugging Face model has the weights of its experts, in order."""
-    return [name for name, weight in huggingface.named_parameters() if weight.ndim == 3 and not is_adapter(name)]
+    return [name for name, _ in stacked_parameters(huggingface) if not is_adapter(name)]
 
 
 def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:

@@ -20,9 +20,12 @@ from sft_trainer.versions import keeps_state, model_of_class
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 from .flash_attention import Kind
+from .gated_delta import has_gated_delta_nets
 from .windows import held
 
 _SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+_GATED_DELTA_NET = "linear_attention"
+"""What a type of ``has_gated_delta_nets`` calls layers of these: others have something else that is called so."""
 _VOCABULARY = 64
 _WIDTH = 32
 _HEADS = 2
@@ -44,6 +47,8 @@ _SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": _WIDTH,
     "num_attention_heads": _HEADS,
     "num_key_value_heads": _HEADS,
+    "linear_num_key_heads": _HEADS,
+    "linear_num_value_heads": 2 * _HEADS,
     "num_experts": _EXPERTS,
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
@@ -196,14 +201,16 @@ def _refuse_recurrent(model: Any, kind: str) -> None:
 
 def _recurrent(model: Any) -> str:
     """What says without any computation that documents would be mixed; empty when nothing does."""
-    layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - {*_SUPPORTED_LAYERS})
+    is_known = has_gated_delta_nets(model.config)
+    supported = (*_SUPPORTED_LAYERS, _GATED_DELTA_NET) if is_known else _SUPPORTED_LAYERS
+    layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - {*supported})
     if layers:
         return f"layers of type {', '.join(layers)}"
     modules = model.base_model.layers.modules()
     convolutions = sorted({type(module).__name__ for module in modules if isinstance(module, nn.Conv1d)})
-    if convolutions:
+    if convolutions and not is_known:
         return f"{', '.join(convolutions)} in its layers"
-    if keeps_state(model):
+    if keeps_state(model) and not is_known:
         return "a recurrent state"
     if not isinstance(getattr(model.config, "num_attention_heads", None), int):
         return "no num_attention_heads in its config"

@@ -13,6 +13,7 @@ from sft_trainer.errors import ConfigError
 from sft_trainer.names.canonical import Names
 
 from . import grouped_experts
+from .experts import stacked_parameters
 from .mxfp4 import MXFP4
 from .nf4 import NF4, linear
 from .packed_rows import Format, some_rows
@@ -52,7 +53,8 @@ def packed_weights(huggingface: Any, quantised: Quantised, trains: Callable[[str
     left = {huggingface.get_output_embeddings(), *within_routers(huggingface)}
     layers = [name for name, each in huggingface.named_modules() if isinstance(each, nn.Linear) and each not in left]
     packed = {f"{name}.weight" for name in layers} if quantised == "nf4" else set()
-    names = [name for name, weight in weights.items() if weight.ndim == 3 or name in packed]
+    packed |= {name for name, _ in stacked_parameters(huggingface)}
+    names = [name for name in weights if name in packed]
     of = FORMATS[quantised]
     for name in names:
         columns = weights[name].shape[-2 if of.turned else -1]

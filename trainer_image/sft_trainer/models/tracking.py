@@ -22,6 +22,7 @@ from .causal_lm import CausalLM
 from .documents import attention_operator
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly, working_bytes
+from .gated_delta import has_gated_delta_nets
 
 _STAND_IN = "sft_documents_counted"
 
@@ -154,6 +155,8 @@ def track_blocks(
     model = CausalLM(huggingface)
     prepared(model)
     boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
+    if has_gated_delta_nets(huggingface.config):
+        boundaries["holding"] = _Working.apply
     if degree > 1:
         boundaries["shared_tokens"] = SharedTokens("", degree, 0)
     with fake_tensors():

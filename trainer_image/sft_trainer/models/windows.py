@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from .gated_delta import has_gated_delta_nets
+
 _BY_CONFIG = ("ministral3", "mistral", "mixtral", "olmoe", "phi3", "starcoder2")
 """Types whose attention reads ``sliding_window`` of the config, in every layer; that of others holds its own, if any.
 
@@ -10,10 +12,12 @@ A config may say what no layer reads: a test compares this with what the attenti
 
 
 def windows(huggingface: Any) -> list[int | None]:
-    """Tokens that a token sees at most, itself included, in each layer of the model; None where all of its document."""
-    config = huggingface.config
+    """Tokens that a token sees at most, itself included, in each layer of the model; None where all of its document,
+    and 0 in a layer of linear attention, which looks at none again."""
+    config, blocks = huggingface.config, huggingface.base_model.layers
     common = getattr(config, "sliding_window", None) if config.model_type in _BY_CONFIG else None
-    return [_own(block, common) for block in huggingface.base_model.layers]
+    kinds = config.layer_types if has_gated_delta_nets(config) else [None] * len(blocks)
+    return [0 if kind == "linear_attention" else _own(block, common) for kind, block in zip(kinds, blocks, strict=True)]
 
 
 def held(module: Any) -> int | None:

@@ -69,6 +69,8 @@ RULES: Mapping[str, Rules] = {
     "mixtral": _MIXTRAL,
     "olmoe": Rules(experts=_GATED),
     "qwen2_moe": Rules(experts=_GATED),
+    "qwen3_5_moe_text": Rules(experts=_GATED),
     "qwen3_moe": Rules(experts=_GATED),
+    "qwen3_next": Rules(experts=_GATED),
     "solar_open": Rules(experts=_GATED),
 }
