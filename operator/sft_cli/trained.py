@@ -19,6 +19,8 @@ _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
+_FURTHER = "mtp."
+"""How names of layers begin that predict further tokens, and stand beside the model."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.(router|gate)(\.(layer|gate|wg))?)\.weight")
@@ -83,11 +85,13 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         shapes, (kind, layers_here) = _shapes(folder), _kind_and_layers(folder)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # sft run says what is wrong with the files
-    # Those that predict further tokens (GLM-4.5's) stand behind the others, and are not loaded.
+    # Those that predict further tokens stand behind the others (GLM-4.5's) or beside them (Qwen 3.5's), and are not
+    # loaded.
     shapes = {
         name.replace(*_CALLED_OTHERWISE.get(kind, ("", ""))): shape
         for name, shape in shapes.items()
-        if (found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here
+        if not name.startswith(_FURTHER)
+        and ((found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here)
     }
     matrices = {found["layer"]: tuple(shape) for name, shape in shapes.items() if (found := _matrix(name, shape))}
     if not matrices:

@@ -25,7 +25,7 @@ from tests.errors import worst
 from tests.fixtures_inputs import make_inputs
 from tests.parity import checks
 from tests.parity.mask_check import mask_mismatches
-from tests.parity.mixtures import ADAPTED_KINDS, KINDS, make_mixture
+from tests.parity.mixtures import ADAPTED_KINDS, KINDS, RECURRENT, make_mixture
 from tests.wider import wider_inputs
 
 LIMIT = 1e-6
@@ -134,7 +134,9 @@ def main() -> int:
                 work / "inputs", work / name, packing="ffd", processes=processes, steps=3, **chosen
             )
             note_all(name, figures)
-        mixed = {f"{kind}_{processes}": (processes, kind, {}) for kind in KINDS for processes in (1, 2)} | _MIXED
+        mixed = {
+            f"{kind}_{processes}": (processes, kind, {}) for kind in (*KINDS, RECURRENT) for processes in (1, 2)
+        } | _MIXED
         for name, (processes, kind, chosen) in mixed.items():
             mixture = make_mixture(work / "inputs", work / f"{name}-inputs", kind)
             figures = checks.against_reference(

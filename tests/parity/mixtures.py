@@ -9,8 +9,18 @@ from tests.mxfp4 import pack
 
 KINDS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 
+RECURRENT = "qwen3_next"
+"""Of layers of linear attention too."""
+
 ADAPTED_KINDS = ("qwen3_moe", "qwen2_moe")
 """Without linear layers but those of attention, and with a shared expert, which has some."""
+_GATED_DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 
 
 def make_mixture(inputs: Path, folder: Path, kind: str, width: int = 32) -> Path:
@@ -34,7 +44,8 @@ def make_mixture(inputs: Path, folder: Path, kind: str, width: int = 32) -> Path
         num_experts=4,
         num_local_experts=4,
         num_experts_per_tok=2,
-        **({"shared_expert_intermediate_size": inner} if kind == "qwen2_moe" else {}),
+        **({"shared_expert_intermediate_size": inner} if kind in ("qwen2_moe", RECURRENT) else {}),
+        **(_GATED_DELTA_NETS if kind == RECURRENT else {}),
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -29,11 +29,11 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(params=["qwen3_moe", "gpt_oss", "ernie4_5_moe"])
+@pytest.fixture(params=["qwen3_next", "gpt_oss", "ernie4_5_moe"])
 def experts(
     request: pytest.FixtureRequest, tmp_path: Path, tiny_inputs: Any, cache: Path, forks: Forks
 ) -> Iterator[Place]:
-    """Experts of each by themselves in fp32, and all of them in MXFP4, the rest in bf16."""
+    """Experts of each by themselves in fp32, all of them in MXFP4, the rest in bf16, and beside linear attention."""
     folder = make_mixture(tiny_inputs.model.parent, tmp_path / "inputs", request.param)
     inputs = dataclasses.replace(
         tiny_inputs, model=folder / "model", train=folder / "data" / "train.jsonl", eval=folder / "data" / "eval.jsonl"

@@ -182,6 +182,8 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
         *((kind, {}, {}) for kind in ("ernie4_5_moe", "exaone_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3")),
         ("solar_open", {}, {}),
         ("cohere2_moe", {"num_shared_experts": 1}, {}),
+        *((kind, {}, {"targetModules": ["all-linear", "experts"]}) for kind in ("qwen3_next", "qwen3_5_moe_text")),
+        ("qwen3_5_text", {}, {}),
     ],
 )
 def test_peft_loads_layers_that_are_called_as_its_experts_were(

@@ -57,6 +57,19 @@ def test_a_model_without_rules_for_megatron_is_refused(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_tokens_of_a_model_with_linear_attention_are_not_shared_out(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    path = tmp_path / "job.yaml"
+    for degree, count in ((1, 0), (2, 1)):
+        where: dict[str, Any] = {"model": {"uri": f"file://{tmp_path}"}, "compute": {"gpusPerNode": 8}}
+        asked = where | {"strategy": {"fsdp": {"sequenceParallelDegree": degree}}}
+        path.write_text(json.dumps(manifest(**asked)))
+        problems = verdict_on(path).problems
+        assert len(problems) == count
+        assert all("is 2, but a model of type" in each and each.endswith("leave it out") for each in problems)
+
+
 @pytest.mark.parametrize(
     ("differing", "why"),
     [

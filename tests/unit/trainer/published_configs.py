@@ -117,6 +117,55 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["full_attention" if i % 4 == 3 else "sliding_attention" for i in range(32)],
         },
     ),
+    # Qwen3-Next 80B A3B
+    (
+        "qwen3_next",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "full_attention_interval": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 151936,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+        },
+    ),
+    # Qwen 3.5 27B, its part for texts
+    (
+        "qwen3_5_text",
+        {
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "full_attention_interval": 4,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 248320,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000000,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+            },
+        },
+    ),
 ]
 
 PUBLISHED_OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 CPU = torch.device("cpu")
 COEFFICIENT = 0.5
 KINDS = ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "granitemoe", "flex_olmo", "gpt_oss"]
-KINDS += ["minimax_m2", "ernie4_5_moe", "mellum", "granitemoe_swa"]
+KINDS += ["minimax_m2", "ernie4_5_moe", "mellum", "granitemoe_swa", "qwen3_next", "qwen3_5_moe_text"]
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
@@ -295,7 +295,11 @@ def test_the_plan_leaves_out_layers_that_the_model_has_in_its_files_alone(tmp_pa
         for name, value in tensors.items()
         if ".layers.1." in name
     }
-    save_file({**tensors, **further, "model.layers.2.eh_proj.weight": torch.zeros(32, 64)}, file)
+    beside = {
+        "model.layers.2.eh_proj.weight": torch.zeros(32, 64),
+        "mtp.layers.0.mlp.up_proj.weight": torch.zeros(9, 9),
+    }
+    save_file({**tensors, **further, **beside}, file)
     assert measure_trained(spec) == plain
 
 

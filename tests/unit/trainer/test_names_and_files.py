@@ -24,6 +24,14 @@ LATENT = {
     "v_head_dim": 4,
     "head_dim": 2,
 }
+GATED_DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+    "shared_expert_intermediate_size": 6,
+}
 KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("phi3", {}),
@@ -43,6 +51,9 @@ KINDS = [
     ("afmoe", {**EXPERTS, "num_dense_layers": 1}),
     ("hy_v3", {**EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
     ("ernie4_5_moe", {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 6}),
+    ("qwen3_5_text", GATED_DELTA_NETS),
+    ("qwen3_5_moe_text", {**EXPERTS, **GATED_DELTA_NETS}),
+    ("qwen3_next", {**EXPERTS, **GATED_DELTA_NETS}),
 ]
 
 

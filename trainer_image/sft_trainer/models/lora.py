@@ -170,6 +170,7 @@ _TYPES_TAKEN_FOR_EXPERTS = (
     "hunyuan_v1_moe",
     "mellum",
     "qwen3_moe",
+    "qwen3_next",
     "solar_open",
 )
 """Types with layers beside experts that are called so, which peft takes for these: they were such modules once."""
