@@ -176,7 +176,18 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
     """By their names: those of parts, the inputs first, and those of whole runs."""
     import torch
 
-    from . import estimate, flash, fused_blocks, fused_losses, gpu_times, kernels, megatron, runs, steps
+    from . import (
+        estimate,
+        flash,
+        fused_blocks,
+        fused_losses,
+        gpu_times,
+        kernels,
+        linear_attention,
+        megatron,
+        runs,
+        steps,
+    )
     from .inputs import make_small_inputs
 
     # Naming a device does not start CUDA in this process, which is forked.
@@ -188,6 +199,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
             ("device", kernels.device_facts),
             ("attention", kernels.attention),
             ("explicit_attention", kernels.explicit_attention),
+            ("gated_delta_nets", linear_attention.gated_delta_nets),
             ("flash_attention", flash.flash_attention),
             ("loss", kernels.loss),
             ("fused_losses", fused_losses.fused_losses),

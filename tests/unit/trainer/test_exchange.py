@@ -21,6 +21,7 @@ def test_a_compiler_is_told_the_shapes_and_gradients_that_there_are() -> None:
 class Config:
     def __init__(self, heads: int, kv_heads: int | None) -> None:
         self.num_attention_heads, self.num_key_value_heads = heads, kv_heads
+        self.model_type = "llama"
 
 
 def test_heads_that_cannot_be_shared_out_are_refused_with_those_degrees_that_can() -> None:

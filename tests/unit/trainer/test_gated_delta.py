@@ -176,7 +176,8 @@ def test_the_convolution_is_that_of_transformers_of_each_document(lengths: list[
 def test_the_operators_are_what_a_compiler_is_told_of_them() -> None:
     inputs, _, ends = random_inputs([5, 9, 1], 2, 4, torch.float32)
     torch.library.opcheck(rule_operator, (*inputs, ends))
-    torch.library.opcheck(convolution_operator, (torch.randn(1, 15, 6), torch.randn(6, 4), ends))
+    for tokens in (torch.randn(1, 15, 6), torch.randn(1, 6, 15).mT):
+        torch.library.opcheck(convolution_operator, (tokens.requires_grad_(), torch.randn(6, 4), ends))
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 64, 64), (4, 4, 32, 16), (1, 4, 16, 48)])

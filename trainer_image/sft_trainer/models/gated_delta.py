@@ -117,7 +117,7 @@ def _convolve(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     output = tokens.to(exact) * weight[:, -1]
     for distance, seen in _seen(tokens, weight, ends):
         output[:, distance:] += tokens[:, :-distance] * seen * weight[:, -1 - distance]
-    return output.to(weight.dtype)
+    return output.to(weight.dtype).contiguous()
 
 
 def _convolve_backward(
@@ -133,7 +133,7 @@ def _convolve_backward(
         of_later = of_output[:, distance:] * seen
         of_tokens[:, :-distance] += of_later * weight[:, -1 - distance]
         of_weight[:, -1 - distance] = (of_later * tokens[:, :-distance]).sum((0, 1))
-    return of_tokens.to(tokens.dtype), of_weight.to(weight.dtype)
+    return of_tokens.to(tokens.dtype).contiguous(), of_weight.to(weight.dtype)
 
 
 def _seen(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
