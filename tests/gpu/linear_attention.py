@@ -17,7 +17,8 @@ _MEASURED_TOKENS, _MEASURED_HEADS = 8192, 16
 
 def gated_delta_nets(device: Device) -> dict[str, Figure]:
     """Rule and convolution, output and gradients, in the precision of training and in fp32, and what they take."""
-    from sft_trainer.models.gated_delta import convolution_operator, rule_operator
+    from sft_trainer.models.delta_rule import rule_operator
+    from sft_trainer.models.gated_delta import convolution_operator
 
     figures: dict[str, Figure] = {}
     for dtype, limit in _LIMITS.items():

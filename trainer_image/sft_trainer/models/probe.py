@@ -3,7 +3,8 @@
 Does it train on this device, in this precision? And do documents of one micro-batch see one another?
 
 Attention refuses what it does not know, but it is not asked by layers that mix tokens without it: convolutions, state
-spaces, linear attention, an attention of their own. Those would train wrongly without a word.
+spaces, linear attention other than that of ``gated_delta``, an attention of their own. Those would train wrongly
+without a word.
 """
 
 import copy
