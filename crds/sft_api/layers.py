@@ -1,5 +1,6 @@
 """Which layers of a model of a known shape are trained, get adapters, or are held in 4 bits: by name, of each block."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
@@ -7,11 +8,12 @@ from typing import TypeVar
 from .adapters import ALL_LINEAR, meanings, means_experts, named, named_experts, within
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
+from .v1alpha1.lora import LoraSpec
 
 Size = TypeVar("Size", bound=tuple[int, ...])
 
 HEAD = "lm_head"
-EMBEDDINGS, _BLOCKS = "model.embed_tokens", "model.layers."
+EMBEDDINGS, _NORM, _BLOCKS = "model.embed_tokens", "model.norm", "model.layers."
 """How the modules are called of the models that are counted here."""
 
 
@@ -21,6 +23,38 @@ def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int],
         return [shape.block_parameters] * shape.layers, shape.root_parameters
     names = spec.training.trainable_modules
     return _named_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
+
+
+def trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> int:
+    """How many of all weights that ``spec`` trains, adapters among them, lie in matrices whose rows are a ``multiple``.
+
+    The first factor of an adapter has a row of inputs for each of its rank, the second one of its rank for each output.
+    """
+    if spec.trains_all:
+        return _in_rows_of(shape, None, multiple)
+    names, found = frozenset(spec.training.trainable_modules or ()), 0
+    if (lora := spec.lora) is not None:
+        adapted = [sizes for block in adapted_of(shape, spec) for sizes in block.values()]
+        found = sum(_adapter_in_rows_of(sizes, lora, multiple) for sizes in adapted)
+    return found + (_in_rows_of(shape, names, multiple) if names else 0)
+
+
+@lru_cache(maxsize=32)
+def _in_rows_of(shape: ModelShape, names: frozenset[str] | None, multiple: int) -> int:
+    """Of the model's own weights, or of those in modules with such ``names``."""
+    inside = shape.in_rows_of(multiple)
+    outside = {} if shape.hidden_size % multiple else _outside(shape) | {_NORM: 0}
+    if names is None:
+        return shape.layers * sum(inside.values()) + sum(outside.values())
+    blocks = sum(_counted(inside, names, f"{_BLOCKS}{block}.") for block in range(shape.layers))
+    return blocks + _counted(outside, names)
+
+
+def _adapter_in_rows_of(sizes: tuple[int, ...], lora: LoraSpec, multiple: int) -> int:
+    *experts, outputs, inputs = sizes
+    rank = lora.rank_of_experts if experts else lora.rank
+    first, second = (0 if inputs % multiple else inputs), (0 if rank % multiple else outputs)
+    return math.prod(experts) * rank * (first + second)
 
 
 @lru_cache(maxsize=32)
@@ -37,7 +71,7 @@ def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[i
 def _outside(shape: ModelShape) -> dict[str, int]:
     """Parameters of the modules outside of blocks."""
     head = 0 if shape.tied else shape.head_parameters
-    return {EMBEDDINGS: shape.head_parameters, "model.norm": shape.hidden_size, HEAD: head}
+    return {EMBEDDINGS: shape.head_parameters, _NORM: shape.hidden_size, HEAD: head}
 
 
 def _counted(modules: Mapping[str, int], names: frozenset[str], prefix: str = "") -> int:

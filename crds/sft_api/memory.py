@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import ceil, inf
 
 from .adapters import adapter_parameters
-from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_weights, trains_module
+from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_in_rows_of, trained_weights, trains_module
 from .model_shape import ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
@@ -34,6 +34,8 @@ than its columns: that takes less time than to read it. So it does with the seco
 ROW_MULTIPLE = 8
 """Numbers: a row of a factor of a product for all experts is a multiple of so many, in any dtype whole 16 bytes."""
 BYTES = {"bf16": 2, "fp32": 4}
+MOMENT_BLOCK = 64
+"""Moments in int8 that share a power of two, a byte, and are next to one another in a row."""
 NF4_BLOCK = 64
 """Weights in NF4 that share what they are multiplied by, a number in fp32."""
 PACKED_BYTES: Mapping[Quantised | None, float] = {None: 0, "nf4": 1 / 2 + 4 / NF4_BLOCK, "mxfp4": 1 / 2 + 1 / 32}
@@ -109,6 +111,8 @@ class Sizes:
     parameters: int
     """Of the whole model; tied ones once."""
     trained: int
+    in_blocks: int
+    """Of the trained ones those whose moments may have 8 bits: in matrices with rows of whole blocks."""
     experts: bool = False
     """Whether tokens are sent to some of the parameters of a block only."""
     logits: Transformed = ""
@@ -141,6 +145,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         trains_head=trains_module(EMBEDDINGS if shape.tied else HEAD, spec),
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
+        in_blocks=trained_in_rows_of(shape, spec, MOMENT_BLOCK),
         experts=shape.experts > 0,
         logits=shape.logits,
         packed=sum(packed),
@@ -255,7 +260,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
-        **_states(sizes.trained, sizes.parameters - sizes.trained, sizes.packed, spec, plan),
+        **_states(sizes.trained, sizes.in_blocks, sizes.parameters - sizes.trained, sizes.packed, spec, plan),
         gathered=ceil(gathered),
         activations=ceil(activations),
         logits=ceil(logits),
@@ -287,18 +292,27 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
     """What is known of a model of which only the number of ``parameters`` is: weights, gradients, moments."""
     trained = parameters if spec.trains_all else 0
     frozen = parameters - trained
-    # How many of them can be nobody knows.
+    # How many of them can be nobody knows, nor how many of the trained ones are in matrices.
     packed = frozen if spec.quantised else 0
-    return MemoryEstimate(**_states(trained, frozen, packed, spec, plan), gathered=None, activations=None, logits=None)
+    states = _states(trained, trained, frozen, packed, spec, plan)
+    return MemoryEstimate(**states, gathered=None, activations=None, logits=None)
 
 
-def staging_bytes(trained: int, spec: SFTJobSpec) -> int:
+def moment_bytes(trained: int, in_blocks: int, spec: SFTJobSpec) -> float:
+    """Of the moments of so many ``trained`` parameters, of which so many are ``in_blocks``."""
+    dtype = spec.training.optimizer.state_dtype
+    if dtype != "int8":
+        return MOMENTS * BYTES[dtype] * trained
+    return MOMENTS * ((1 + 1 / MOMENT_BLOCK) * in_blocks + BYTES["fp32"] * (trained - in_blocks))
+
+
+def staging_bytes(trained: int, in_blocks: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
-    each = _trained_bytes(spec) + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
-    return ceil(trained * each / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
+    copied = _trained_bytes(spec) * trained + moment_bytes(trained, in_blocks, spec)
+    return ceil(copied / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
-def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0) -> int:
+def offloaded_bytes(trained: int, in_blocks: int, frozen: int, spec: SFTJobSpec, packed: int = 0) -> int:
     """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments.
 
     Of the ``frozen`` weights so many are ``packed``.
@@ -308,8 +322,8 @@ def offloaded_bytes(trained: int, frozen: int, spec: SFTJobSpec, packed: int = 0
     processes = spec.compute.processes
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
-    each = 2 * _trained_bytes(spec) + MOMENTS * BYTES[spec.training.optimizer.state_dtype]
-    held = each * trained + _bytes(frozen, packed, _base_bytes(spec, spec.precision), spec.quantised)
+    held = 2 * _trained_bytes(spec) * trained + moment_bytes(trained, in_blocks, spec)
+    held += _bytes(frozen, packed, _base_bytes(spec, spec.precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
 
 
@@ -384,7 +398,9 @@ def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
     return ceil(tokens / plan.sequence_parallel)
 
 
-def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: PlanStatus) -> dict[str, int]:
+def _states(
+    trained: int, in_blocks: int, frozen: int, packed: int, spec: SFTJobSpec, plan: PlanStatus
+) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
     # All together, for the sums of a step; replicas and shards, where they are not the same group; shared tokens.
     replicated = 1 < plan.shard_degree < plan.processes
@@ -399,7 +415,7 @@ def _states(trained: int, frozen: int, packed: int, spec: SFTJobSpec, plan: Plan
         "parameters": held * share + ceil(base / plan.shard_degree),
         # One process has nobody to sum them with: they are added up where they stay, as they are held.
         "gradients": 4 * trained if plan.processes > 1 and keeps_whole_gradients(plan) else gradients,
-        "optimizer": MOMENTS * BYTES[spec.training.optimizer.state_dtype] * share,
+        "optimizer": ceil(moment_bytes(share, ceil(in_blocks / plan.shard_degree), spec)),
         "reserve": reserve,
     }
 

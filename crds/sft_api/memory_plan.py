@@ -47,9 +47,11 @@ _ENOUGH_LAYERS = 1024
 """Of a model whose layers are looked at by name: more have none that these lack."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
-_SHOWN = 9
+_SHOWN = 10
 _CHECKPOINTING = ("none", "selective", "full")
 """The longer, the less is kept."""
+_STATES = ("fp32", "bf16", "int8")
+"""The longer, the less the moments take."""
 _MOST_DOUBLED = 4
 """How often the GPUs are doubled in search of enough of them."""
 
@@ -135,21 +137,25 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     if spec.training.dummy_run is not None:
         return 0
     if shape is not None:
-        return staging_bytes(sizes_of(shape, spec).trained, spec)
-    count = spec.model.parameters
-    return staging_bytes(parameter_count(count), spec) if count is not None and spec.trains_all else 0
+        sizes = sizes_of(shape, spec)
+        return staging_bytes(sizes.trained, sizes.in_blocks, spec)
+    if spec.model.parameters is None or not spec.trains_all:
+        return 0
+    count = parameter_count(spec.model.parameters)
+    return staging_bytes(count, count, spec)
 
 
 def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that ``strategy.fsdp.cpuOffload`` takes; 0 without it, or where not known."""
     if shape is not None:
         sizes = sizes_of(shape, spec)
-        return offloaded_bytes(sizes.trained, sizes.parameters - sizes.trained, spec, sizes.packed)
+        frozen = sizes.parameters - sizes.trained
+        return offloaded_bytes(sizes.trained, sizes.in_blocks, frozen, spec, sizes.packed)
     if spec.model.parameters is None:
         return 0
     count = parameter_count(spec.model.parameters)
     trained = count if spec.trains_all else 0
-    return offloaded_bytes(trained, count - trained, spec, count if spec.quantised else 0)
+    return offloaded_bytes(trained, trained, count - trained, spec, count if spec.quantised else 0)
 
 
 def staging_warning(spec: SFTJobSpec, shape: ModelShape | None, pod_memory: int | None) -> str:
@@ -439,9 +445,9 @@ def _changes(
         yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
         return
-    if spec.training.optimizer.state_dtype == "fp32":
-        optimizer = spec.training.optimizer.model_copy(update={"state_dtype": "bf16"})
-        yield "training.optimizer.stateDtype: bf16", _with(spec, "training", optimizer=optimizer), plan
+    for dtype in _STATES[_STATES.index(spec.training.optimizer.state_dtype) + 1 :]:
+        optimizer = spec.training.optimizer.model_copy(update={"state_dtype": dtype})
+        yield f"training.optimizer.stateDtype: {dtype}", _with(spec, "training", optimizer=optimizer), plan
     if spec.training.held_dtype == "fp32" and plan.precision == "bf16" and spec.lora is None:
         yield "training.parameterDtype: bf16", _with(spec, "training", parameter_dtype="bf16"), plan
     if not offloads(spec):

@@ -183,6 +183,18 @@ class ModelShape:
             found["mlp.experts"] = self.experts * self._expert_parameters
         return found | dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
 
+    def in_rows_of(self, multiple: int) -> dict[str, int]:
+        """What of ``modules`` lies in matrices, biases of experts not among them, whose rows are a ``multiple``."""
+        router = "mlp.router" if self.family.biased else "mlp.gate"
+        matrices = {**self.linear, **self.stacked} | (
+            {router: (self.experts, self.hidden_size)} if self.experts else {}
+        )
+        found: dict[str, int] = {}
+        for name, (rows, columns) in matrices.items():
+            module = "mlp.experts" if name in self.of_experts else name
+            found[module] = found.get(module, 0) + (0 if columns % multiple else rows * columns)
+        return found
+
     @cached_property
     def block_parameters(self) -> int:
         """Of one block."""

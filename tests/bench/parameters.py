@@ -1,14 +1,15 @@
-"""What weights held in bf16 lose: gradients of a step that are added up in bf16, and the loss that a run comes to.
+"""What weights held in bf16, and moments in less than fp32, lose: gradients of a step that are added up in bf16, and
+the loss that a run comes to.
 
-    python -m tests.bench.parameters [--steps 200] [--rates 1e-5 1e-4]
+    python -m tests.bench.parameters [--steps 200] [--rates 1e-5 1e-4] [--micro-batches 1 8 64 256] [--ways fp32 ...]
 
 A small model of the Qwen3 kind learns the bytes of this repository's documents, and is then trained on those of its
 Python files, computed in bf16. On the CPU; it prints
-- for a step of 1, 8, 64 and 256 micro-batches: how far its gradients are, as one vector, from those of sums in fp32
-  (``sums``), and from those that are computed in fp32 (``computed``, and with sums in fp32 ``computed_fp32_sums``);
-- for each rate and way of holding weights (``fp32``; ``bf16``, with moments in fp32 or bf16, rounded stochastically;
-  ``nearest``, torch's own AdamW on weights in bf16) the loss on held-out Python files, what of the change that fp32
-  brings that is, and how far weights went.
+- for a step of so many micro-batches: how far its gradients are, as one vector, from those of sums in fp32 (``sums``),
+  and from those that are computed in fp32 (``computed``, and with sums in fp32 ``computed_fp32_sums``);
+- for each rate and way of holding weights (``fp32``; ``bf16``, rounded stochastically; ``nearest``, torch's own AdamW
+  on weights in bf16) and moments (fp32, but for ``moments_bf16`` and ``moments_int8``) the loss on held-out Python
+  files, what of the change that fp32 brings that is, and how far weights went.
 """
 
 import argparse
@@ -52,6 +53,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"parameterDtype": "bf16"},
     "bf16_moments_bf16": {"parameterDtype": "bf16", "optimizer": {"stateDtype": "bf16"}},
+    "bf16_moments_int8": {"parameterDtype": "bf16", "optimizer": {"stateDtype": "int8"}},
+    "moments_bf16": {"optimizer": {"stateDtype": "bf16"}},
+    "moments_int8": {"optimizer": {"stateDtype": "int8"}},
     "nearest": {"parameterDtype": "bf16"},
 }
 
@@ -128,6 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-5, 1e-4])
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
     arguments = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -148,14 +154,15 @@ def main() -> None:
         )
         huggingface.bfloat16().save_pretrained(folder)
 
-        for count in (1, 8, 64, 256):
+        for count in arguments.micro_batches:
             errors = gradient_errors(folder, program, count)
             print(f"micro_batches={count}", *(f"{name}={error:.5f}" for name, error in errors.items()), flush=True)
 
         for rate in arguments.rates:
             changes: dict[str, float] = {}
-            for name, training in WAYS.items():
-                made = strategy(folder, precision="bf16", **training)
+            # What the others are compared with comes first.
+            for name in dict.fromkeys(["fp32", *arguments.ways]):
+                made = strategy(folder, precision="bf16", **WAYS[name])
                 if name == "nearest":
                     made.optimizer = torch.optim.AdamW(made.model.parameters(), weight_decay=0.01, fused=True)
                 before, weights = loss(made, held_out), vector(made, gradients=False)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from sft_api.memory import MOMENT_BLOCK
 from sft_api.plan import decay_steps, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
 from sft_api.v1alpha1.workload import ScheduleSpec
@@ -72,10 +73,20 @@ def build_optimizer(
         if params
     ]
     betas = (options.betas[0], options.betas[1])
-    if "bf16" in (options.state_dtype, spec.training.held_dtype):
+    if options.state_dtype != "fp32" or spec.training.held_dtype == "bf16":
         state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
-        return RoundedAdamW(groups, names, held, lr=peak, betas=betas, eps=options.eps, state_dtype=state_dtype)
+        eighth = options.state_dtype == "int8"
+        in_blocks = [parameter for parameter, name in names.items() if eighth and has_blocks(name, parameter)]
+        return RoundedAdamW(
+            groups, names, held, lr=peak, betas=betas, eps=options.eps, state_dtype=state_dtype, in_blocks=in_blocks
+        )
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
+
+
+def has_blocks(name: str, parameter: torch.Tensor) -> bool:
+    """Whether moments of ``parameter`` may have 8 bits: a matrix with rows of whole blocks. What is none is small, and
+    what is next to one another there need not be alike."""
+    return _is_decayed(name, parameter) and parameter.shape[-1] % MOMENT_BLOCK == 0
 
 
 def _is_decayed(name: str, parameter: torch.Tensor) -> bool:

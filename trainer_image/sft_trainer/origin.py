@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # the look before the imports needs none of what these need
     from .boxes import Box
     from .saving import Saving
 
+_STATES = "training.optimizer.stateDtype"
+
 
 class Origin:
     """Where a run begins that names a checkpoint of another one."""
@@ -161,7 +163,8 @@ class Origin:
     def _check_position(self, run: RunState) -> None:
         """Refuse to go on after a step of other data: half of it would never be seen, or be seen twice."""
         try:
-            changes = Numbers.read(run.numbers).position_differences(self._config.numbers())
+            saved = Numbers.read(run.numbers)
+            changes = saved.position_differences(self._config.numbers())
         except NumbersError as error:
             raise ConfigError(
                 f"{self.uri}: {error}; name what: weights in {ORIGIN_FIELD} to begin at step 0"
@@ -171,4 +174,11 @@ class Origin:
                 f"{ORIGIN_FIELD}.what is everything, which goes on after a step of the same data, and the run in "
                 f"{self.uri} has other settings ({', '.join(changes)}): restore these, or name what: weights to begin "
                 "at step 0"
+            )
+        theirs, mine = (str(each.values.get(_STATES, "fp32")) for each in (saved, self._config.numbers()))
+        if theirs != mine and "int8" in (theirs, mine):
+            raise ConfigError(
+                f"{ORIGIN_FIELD}.what is everything, moments among it, and the run in {self.uri} holds these in "
+                f"{theirs}, which is not converted to the {mine} of {_STATES}: set that to {theirs}, or name what: "
+                "weights to begin at step 0 with new ones"
             )

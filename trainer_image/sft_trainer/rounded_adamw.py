@@ -1,4 +1,4 @@
-"""AdamW whose moments, weights, or both are bf16: half their memory, and no change of them is lost to rounding.
+"""AdamW whose moments, weights, or both are bf16, or moments 8 bits: less memory, and no change is lost to rounding.
 
 A step is made in fp32, slice by slice, by torch's own kernel. Only what is kept is rounded. Weights stochastically: at
 a learning rate of 1e-5 a step changes most by less than half of what bf16 numbers of their size are apart, and rounded
@@ -6,18 +6,28 @@ to the nearest they would stay where they are. Of the moments the first, of whic
 number; the second stochastically. With the usual beta of 0.999 a step changes it by at most 0.1% downwards, and bf16
 numbers are 0.4 to 0.8% apart: rounded to the nearest it would never decay, and the learning rate of a parameter be that
 of its largest gradient ever. So is the first where its beta is as near to 1: a weight that has no gradient any more
-would be moved on by those of before for ever.
+would be moved on by those of before for ever. What 8 bits tell apart is coarser: there both are rounded
+stochastically.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 
-_SLICE_ELEMENTS = 2**22
-"""Of a parameter that are updated at once: their moments exist in fp32 meanwhile."""
+from sft_api.memory import MOMENT_BLOCK
+
+from .eight_bits import FIRST, SECOND, Codes, pack, unpacked
+
+_SLICE_ELEMENTS = {"cpu": 2**16}
+"""Of a parameter that are updated at once, whole blocks: their moments exist in fp32 meanwhile. A processor's cache
+holds these."""
+_MOST_ELEMENTS = 2**22
+"""The same of any other device."""
+_EXPONENTS = "_exponents"
+"""What the name of a moment in 8 bits ends with where its blocks' exponents are meant."""
 _FAST_BETA = 0.98
 """Up to here a step changes a moment by several times what rounding to the nearest number may take away."""
 _LOW_BITS = 0xFFFF
@@ -25,7 +35,7 @@ _LOW_BITS = 0xFFFF
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """``torch.optim.AdamW`` for parameters in fp32 or bf16, with moments in either.
+    """``torch.optim.AdamW`` for parameters in fp32 or bf16, with moments in either, or in 8 bits.
 
     Random bits are a function of a parameter's name, the element's place in it and the count of updates: the same on
     every process that holds the element, on any number of them, and after a resume.
@@ -44,23 +54,24 @@ class RoundedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         state_dtype: torch.dtype = torch.bfloat16,
+        in_blocks: Collection[torch.Tensor] = (),
     ) -> None:
         """``held`` gives what this process has of a tensor, and which of all elements, by rows, is the first of it.
 
-        ``state_dtype`` is that of the moments.
+        ``state_dtype`` is that of the moments, but of parameters ``in_blocks``, whose rows are whole blocks: theirs
+        have 8 bits.
         """
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
         self._held = held
-        self._places = {}
+        self._places, eighth = {}, {*in_blocks}
         for group in self.param_groups:
             for parameter in group["params"]:
                 digest = hashlib.sha256(names[parameter].encode()).digest()
                 self._places[parameter] = (int.from_bytes(digest[:4], "big", signed=True), held(parameter)[1])
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, dtype=state_dtype),
-                    "exp_avg_sq": torch.zeros_like(parameter, dtype=state_dtype),
-                }
+                state = {"step": torch.zeros((), device=parameter.device)}
+                for kind, codes in _KINDS.items():
+                    state |= _zeros(kind, parameter, codes if parameter in eighth else state_dtype)
+                self.state[parameter] = state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -77,11 +88,14 @@ class RoundedAdamW(torch.optim.Optimizer):
         step = state["step"]
         name, first = self._places[parameter]
         key = (step.to(torch.int32) + 1).mul_(_ODD[0]).add_(name)
-        values = [self._held(each)[0].view(-1) for each in (parameter, gradient, state["exp_avg"], state["exp_avg_sq"])]
-        for start in range(0, values[0].numel(), _SLICE_ELEMENTS):
-            parts = [value[start : start + _SLICE_ELEMENTS] for value in values]
+        held = {kind: self._held(value)[0].view(-1) for kind, value in state.items() if kind != "step"}
+        weights, slopes = (self._held(each)[0].view(-1) for each in (parameter, gradient))
+        at_once = _SLICE_ELEMENTS.get(weights.device.type, _MOST_ELEMENTS)
+        for start in range(0, weights.numel(), at_once):
+            part = slice(start, start + at_once)
             # What is in fp32 is not copied, but changed where it is.
-            weight, slope, first_moment, second_moment = (part.float() for part in parts)
+            weight, slope = weights[part].float(), slopes[part].float()
+            first_moment, second_moment = (_read(held, kind, part) for kind in _KINDS)
             adamw(
                 [weight],
                 [slope],
@@ -101,20 +115,62 @@ class RoundedAdamW(torch.optim.Optimizer):
                 maximize=False,
             )
             # Each by bits of its own: else all would be rounded up, or down, together.
-            if parts[0].dtype == torch.bfloat16:
-                parts[0].copy_(round_stochastically_(weight, key.bitwise_xor(_OF_WEIGHTS), first + start))
-            if parts[2].dtype == torch.bfloat16:
-                if group["betas"][0] > _FAST_BETA:
-                    round_stochastically_(first_moment, key.bitwise_not(), first + start)
-                parts[2].copy_(first_moment)
-                parts[3].copy_(round_stochastically_(second_moment, key, first + start))
+            if weights.dtype == torch.bfloat16:
+                weights[part].copy_(round_stochastically_(weight, key.bitwise_xor(_OF_WEIGHTS), first + start))
+            slow = group["betas"][0] > _FAST_BETA
+            _keep(held, "exp_avg", part, first_moment, key.bitwise_xor(_OF_FIRST), first, stochastically=slow)
+            _keep(held, "exp_avg_sq", part, second_moment, key, first, stochastically=True)
         step += 1 if self.found_inf is None else 1 - self.found_inf
+
+
+_KINDS: Mapping[str, Codes] = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
+"""The moments, and how they are held in 8 bits."""
+
+
+def _zeros(kind: str, parameter: torch.Tensor, held: torch.dtype | Codes) -> dict[str, torch.Tensor]:
+    """The moment ``kind`` of ``parameter``, shared out as that is: so are the exponents, of which each row has some."""
+    if isinstance(held, torch.dtype):
+        return {kind: torch.zeros_like(parameter, dtype=held)}
+    one_of_each = parameter.detach()[..., ::MOMENT_BLOCK]
+    exponents = torch.zeros_like(one_of_each, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    return {kind: torch.zeros_like(parameter, dtype=held.dtype), f"{kind}{_EXPONENTS}": exponents}
+
+
+def _read(held: Mapping[str, torch.Tensor], kind: str, part: slice) -> torch.Tensor:
+    """``part`` of the moment ``kind``, fp32; where it is held so, no copy."""
+    if (exponents := held.get(f"{kind}{_EXPONENTS}")) is None:
+        return held[kind][part].float()
+    return unpacked(held[kind][part], exponents[_blocks(part)], _KINDS[kind])
+
+
+def _keep(
+    held: Mapping[str, torch.Tensor],
+    kind: str,
+    part: slice,
+    values: torch.Tensor,
+    key: torch.Tensor,
+    first: int,
+    *,
+    stochastically: bool,
+) -> None:
+    """Round ``values``, which ``part`` of the moment ``kind`` has become, to what it is held in: of bf16 to the
+    nearest unless ``stochastically``."""
+    target, place = held[kind][part], first + part.start
+    if (exponents := held.get(f"{kind}{_EXPONENTS}")) is not None:
+        pack(values, _uniform(values, key, place), _KINDS[kind], target, exponents[_blocks(part)])
+    elif target.dtype == torch.bfloat16:
+        target.copy_(round_stochastically_(values, key, place) if stochastically else values)
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // MOMENT_BLOCK, part.stop // MOMENT_BLOCK)
 
 
 _ODD = (-1640531535, -2048144789, -1028477387, 747796405)
 """Numbers by which bits are mixed, as Knuth and MurmurHash3 do: 32 bits, with a sign because torch's have one."""
-_OF_WEIGHTS = 0x5BD1E995
-"""What of a key is another bit where weights are rounded."""
+_OF_WEIGHTS, _OF_FIRST = 0x5BD1E995, 0x1B873593
+"""What of a key is another bit where weights, and first moments, are rounded. Not all of them: of a number with all
+bits turned the same bits are made."""
 
 
 def round_stochastically_(values: torch.Tensor, key: torch.Tensor, first: int) -> torch.Tensor:
@@ -123,10 +179,19 @@ def round_stochastically_(values: torch.Tensor, key: torch.Tensor, first: int) -
     Each as probable as it is near, so that the mean is right. What bf16 holds stays as it is. The same ``key``, an
     int32 scalar, and place, counted from ``first``, give the same random bits.
     """
+    values.view(torch.int32).add_(_random_bits(values, key, first).bitwise_and_(_LOW_BITS)).bitwise_and_(~_LOW_BITS)
+    return values
+
+
+def _uniform(values: torch.Tensor, key: torch.Tensor, first: int) -> torch.Tensor:
+    """A random number for each of ``values``, at least 0 and below 1, of 24 bits."""
+    return _random_bits(values, key, first).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
+
+
+def _random_bits(values: torch.Tensor, key: torch.Tensor, first: int) -> torch.Tensor:
+    """For each of ``values`` 31, but for the sign of an int32, by its place, counted from ``first``, and ``key``."""
     bits = torch.arange(values.numel(), dtype=torch.int32, device=values.device)
     bits.add_((first + 2**31) % 2**32 - 2**31).mul_(_ODD[3]).bitwise_xor_(key)
     for shift, odd in ((16, _ODD[1]), (13, _ODD[2])):
         bits.bitwise_xor_(bits >> shift).mul_(odd)
-    bits.bitwise_xor_(bits >> 16).bitwise_and_(_LOW_BITS)
-    values.view(torch.int32).add_(bits).bitwise_and_(~_LOW_BITS)
-    return values
+    return bits.bitwise_xor_(bits >> 16)

@@ -91,11 +91,12 @@ class OptimizerSpec(ApiModel):
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="Gradients are clipped to this global norm; 0 turns clipping off."
     )
-    state_dtype: Literal["fp32", "bf16"] = Field(
+    state_dtype: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
         description="Precision in which the two moments are held: with bf16 4 bytes a trained parameter instead of 8, "
-        "on GPUs and in checkpoints. The second is rounded stochastically, because its changes are smaller than what "
-        "bf16 can tell apart.",
+        "on GPUs and in checkpoints, with int8 2.03. What changes by less than such numbers can tell apart is rounded "
+        "stochastically. int8 holds moments of matrices: a byte each, and one for every 64 in a row, to whose power of "
+        "two they are relative. Norms, biases, and matrices whose rows are no multiple of 64 keep moments in fp32.",
     )
 
 

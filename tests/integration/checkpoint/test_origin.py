@@ -208,6 +208,19 @@ def test_values_of_adapters_mean_something_for_the_same_adapters_only(
     assert begins(run(other, what=what, **saved)).find().step == 10
 
 
+@pytest.mark.parametrize(("saved", "begun"), [("int8", "fp32"), ("fp32", "int8"), ("bf16", "int8")])
+def test_moments_in_8_bits_are_gone_on_with_as_they_are(other: Store, saved: str, begun: str) -> None:
+    theirs(other, 10, training={"optimizer": {"stateDtype": saved}})
+    other_dtype = {"training": {"optimizer": {"stateDtype": begun}}}
+    with pytest.raises(
+        ConfigError, match=rf"in {saved}, which is not converted to the {begun} of .*: set that to {saved}"
+    ):
+        begins(run(other, what="everything", **other_dtype)).find()
+    assert begins(run(other, **other_dtype)).find().step == 10, "weights have new ones"
+    same = {"training": {"optimizer": {"stateDtype": saved, "learningRate": 1e-3}}}
+    assert begins(run(other, what="everything", **same)).find().step == 10
+
+
 def test_adapters_that_are_dropped_otherwise_begin_anew(other: Store) -> None:
     theirs(other, 10, lora={"rank": 4})
     assert begins(run(other, lora={"rank": 4, "dropout": 0.1})).find().step == 10

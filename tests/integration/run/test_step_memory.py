@@ -104,6 +104,7 @@ def a_bin(tokens: int, sequence: int) -> BinTensors:
 ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
 HALF = {"training": {"precision": "bf16", "parameterDtype": "bf16", "optimizer": {"stateDtype": "bf16"}}}
+EIGHTH = {"training": {**HALF["training"], "optimizer": {"stateDtype": "int8"}}}
 NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 MXFP4 = {"lora": {"rank": 16, "basePrecision": "mxfp4"}}
 EXPERTS = {"rank": 16, "expertRank": 8, "targetModules": ["all-linear", "experts"]}
@@ -265,6 +266,7 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     ),
     "8B, weights in bf16": ("meta-llama/Llama-3.1-8B", 3, 4096, 2, 2, HALF),
     "8B, weights in bf16, alone": ("meta-llama/Llama-3.1-8B", 3, 1024, 1, 1, HALF),
+    "8B, moments in 8 bits": ("meta-llama/Llama-3.1-8B", 6, 4096, 2, 2, EIGHTH),
     # The gradient of tied weights is made twice, and added up
     "1B, weights in bf16, alone": ("meta-llama/Llama-3.2-1B", 2, 256, 1, 1, HALF),
     # Sums of a replica are in fp32 until the last micro-batch, and so are those of the whole model

@@ -406,11 +406,29 @@ def test_moments_and_sums_of_gradients_may_be_half_as_large() -> None:
     usual, half = estimated(), estimated(training={"optimizer": {"stateDtype": "bf16"}})
     assert half.optimizer == usual.optimizer / 2 == half.gradients
     asked = job(training={"optimizer": {"stateDtype": "bf16"}}, compute={"gpusPerNode": 8}).spec
-    assert staging_bytes(1_000_000, asked) == 8_000_000
+    assert staging_bytes(1_000_000, 0, asked) == 8_000_000
     # A batch so short that most is held while gradients are shared out
     data = {"train": [{"uri": "hf://a/b"}], "maxLength": 8}
     wide, narrow = (estimated(data=data, strategy={"fsdp": {"reduceDtype": dtype}}) for dtype in ("fp32", "bf16"))
     assert narrow.total < wide.total
+
+
+def test_moments_in_8_bits_take_an_eighth_and_what_blocks_share() -> None:
+    eighth = estimated(training={"optimizer": {"stateDtype": "int8"}})
+    # By hand: norms of Llama 3.1 8B, two of each layer and the last one, stay in fp32
+    norms = 65 * 4096
+    expected = 2 * (65 / 64 * (8_030_261_248 - norms) + 4 * norms) / 8
+    assert eighth.optimizer == pytest.approx(expected, rel=1e-9)
+    asked = job(training={"optimizer": {"stateDtype": "int8"}}, compute={"gpusPerNode": 8}).spec
+    assert staging_bytes(1_000_000, 640_000, asked) == 4_000_000 + 2 * (650_000 + 4 * 360_000)
+    in_host = job(training={"optimizer": {"stateDtype": "int8"}}, strategy={"fsdp": {"cpuOffload": True}}).spec
+    assert offloaded_bytes(1_000_000, 640_000, 0, in_host) == 8_000_000 + 2 * (650_000 + 4 * 360_000)
+
+
+def test_all_weights_of_a_70b_fit_one_node_of_80_gib_in_bf16_with_moments_in_8_bits() -> None:
+    training = {"parameterDtype": "bf16", "activationCheckpointing": "full", "optimizer": {"stateDtype": "int8"}}
+    memory = estimated("hf://meta-llama/Llama-3.1-70B", training=training)
+    assert memory.total < 0.9 * 80 * 2**30
 
 
 def test_weights_in_bf16_and_their_gradients_are_half_as_large() -> None:
@@ -432,9 +450,9 @@ def test_weights_in_bf16_and_their_gradients_are_half_as_large() -> None:
     assert estimated(**once_in_bf16).gradients == estimated(**once).gradients
     assert estimated(gpus=1, **once_in_bf16).gradients == estimated(gpus=1, **in_bf16).gradients
     asked = job(**in_bf16, compute={"gpusPerNode": 8}).spec
-    assert staging_bytes(1_000_000, asked) == 10_000_000
+    assert staging_bytes(1_000_000, 0, asked) == 10_000_000
     offloaded = job(**in_bf16, compute={"gpusPerNode": 1}, strategy={"fsdp": {"cpuOffload": True}}).spec
-    assert offloaded_bytes(1_000_000, 0, offloaded) == 12_000_000
+    assert offloaded_bytes(1_000_000, 0, 0, offloaded) == 12_000_000
 
 
 def test_one_process_that_holds_what_it_computes_with_gathers_nothing() -> None:
@@ -475,17 +493,17 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     assert memory.total < usual.total - 15 * 8_030_261_248 / 8
     # 16 bytes a parameter, a whole copy in each shard group
     eight = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy=strategy).spec
-    assert offloaded_bytes(1_000_000, 0, eight) == 8_000_000
+    assert offloaded_bytes(1_000_000, 0, 0, eight) == 8_000_000
     hybrid = job(compute={"nodes": 2, "gpusPerNode": 8}, strategy={"fsdp": {"cpuOffload": True, "shardDegree": 8}}).spec
-    assert offloaded_bytes(1_000_000, 0, hybrid) == 16_000_000
+    assert offloaded_bytes(1_000_000, 0, 0, hybrid) == 16_000_000
     # Adapters beside a base in bf16
     assert (
-        offloaded_bytes(1000, 1_000_000, job(strategy=strategy, lora={}, compute={"gpusPerNode": 1}).spec)
+        offloaded_bytes(1000, 0, 1_000_000, job(strategy=strategy, lora={}, compute={"gpusPerNode": 1}).spec)
         == 16_000 + 2_000_000
     )
     in_4_bits = job(strategy=strategy, lora={"basePrecision": "nf4"}, compute={"gpusPerNode": 1}).spec
-    assert offloaded_bytes(1000, 1_000_000, in_4_bits, packed=640_000) == 16_000 + 720_000 + 360_000
-    assert offloaded_bytes(1_000_000, 0, job().spec) == 0
+    assert offloaded_bytes(1000, 0, 1_000_000, in_4_bits, packed=640_000) == 16_000 + 720_000 + 360_000
+    assert offloaded_bytes(1_000_000, 0, 0, job().spec) == 0
 
 
 def test_more_than_one_process_keeps_buffers_for_its_groups() -> None:
@@ -509,5 +527,5 @@ def test_of_a_number_of_parameters_only_the_states_follow() -> None:
 def test_a_save_is_staged_by_all_nodes_together() -> None:
     asked = job(compute={"nodes": 2, "gpusPerNode": 8}).spec
 
-    assert staging_bytes(1_000_000, asked) == 6_000_000
-    assert staging_bytes(1_000_000, job(checkpoint={"async": False}).spec) == 0
+    assert staging_bytes(1_000_000, 0, asked) == 6_000_000
+    assert staging_bytes(1_000_000, 0, job(checkpoint={"async": False}).spec) == 0

@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
         "lora",
         "data.maxLength: 4096",
         "training.optimizer.stateDtype: bf16",
+        "training.optimizer.stateDtype: int8",
         "training.parameterDtype: bf16",
         "strategy.fsdp.cpuOffload: true",
     ]

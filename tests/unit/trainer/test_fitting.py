@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.memory import Sizes, sizes_of
+from sft_api.memory import Sizes, estimate, sizes_of
+from sft_api.memory_plan import staging
 from sft_api.model_shape import shape_of
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
@@ -197,4 +198,30 @@ def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(
     seen, reckoned = sizes(tmp_path, modules, {"rank": 4, "basePrecision": base})
 
     assert (seen.packed, seen.packed_block) == (reckoned.packed, reckoned.packed_block)
+    assert seen.in_blocks == reckoned.in_blocks
     assert seen.packed_matrix == reckoned.packed_matrix == 8 * 128 * 64 * (1 if kind == "qwen3_moe" else 2)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 64, "expertRank": 4, "targetModules": ["all-linear", "experts"]}])
+@pytest.mark.parametrize("kind", ["qwen2", "phi3", "olmo2", "qwen3_moe", "gpt_oss"])
+def test_moments_in_8_bits_take_what_is_reckoned_to_the_byte(tmp_path: Path, kind: str, lora: Any) -> None:
+    # Given biases, norms of heads, routers, and matrices whose rows are no whole blocks
+    save_model(kind, tmp_path, moe_intermediate_size=96, num_experts=8, num_local_experts=8, **IN_BLOCKS)
+    if lora and kind not in ("qwen3_moe", "gpt_oss"):
+        lora = {"rank": 64}
+    sections = {"training": {"optimizer": {"stateDtype": "int8"}}, **({"lora": lora} if lora else {})}
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
+    blueprint = build_on_meta(tmp_path)
+    huggingface: Any = blueprint.huggingface
+    shape = shape_of(huggingface.config.to_dict())
+    assert shape is not None
+    if config.spec.lora:
+        add_adapters(huggingface, config.spec.lora, [])
+    reckoned = estimate(shape, config.spec, config.plan)
+
+    strategy = FsdpStrategy(config, blueprint, trainable_of(config), ALONE, CPU)
+
+    moments = strategy.boxes("optimizer")
+    assert sum(box.local.nbytes for box in moments) == reckoned.optimizer
+    assert {box.kind for box in moments} > {"exp_avg_exponents"}
+    assert staging(config.spec, shape) == sum(box.local.nbytes for box in [*strategy.boxes("trained"), *moments])

@@ -40,7 +40,8 @@ def model_boxes(
 
 
 def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Names, topology: Topology) -> list[Box]:
-    """What this process holds of the moments of ``optimizer``, named like their parameter; the kind is the moment.
+    """What this process holds of the moments of ``optimizer``, named like their parameter; the kind is the moment, or
+    what blocks of its rows share.
 
     Moments that do not exist yet, before the first update, are made, and are 0.
     """
@@ -50,7 +51,7 @@ def optimizer_boxes(model: CausalLM, optimizer: torch.optim.Optimizer, names: Na
         box
         for name, parameter in _sharded_tensors(model)
         for kind, moment in of.get(parameter, {}).items()
-        for box in _boxes(names.parts(name, tuple(parameter.shape)), kind, moment, topology, writers)
+        for box in _boxes(names.parts(name, tuple(moment.shape)), kind, moment, topology, writers)
     ]
 
 

@@ -20,6 +20,7 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.quantised import pack_layers
 from sft_trainer.models.tracking import track_blocks
+from sft_trainer.optim import has_blocks
 from sft_trainer.trainable import Trainable
 
 
@@ -78,6 +79,11 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
         trains_head=any(parameter is head and name in trained for name, parameter in huggingface.named_parameters()),
         parameters=sum(numbers.values()),
         trained=sum(trained.values()),
+        in_blocks=sum(
+            parameter.numel()
+            for name, parameter in huggingface.named_parameters()
+            if name in trained and has_blocks(name, parameter)
+        ),
         experts=has_experts(huggingface),
         logits=blueprint.logits.transformed,
         packed=sum(packed.values()),
