@@ -187,6 +187,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
         megatron,
         runs,
         steps,
+        updates,
     )
     from .inputs import make_small_inputs
 
@@ -221,6 +222,7 @@ def _checks(device_name: str, work: Path) -> tuple[list[tuple[str, Check]], list
             ("megatron", lambda device: megatron.beside_fsdp(work / "inputs", device)),
             ("megatron_estimate", lambda device: megatron.estimates(work / "inputs", device)),
             ("offload", lambda device: steps.offload(work / "inputs", device)),
+            ("updates", lambda device: updates.updates(work / "inputs", device)),
         )
     ]
     return parts, runs.checks(work / "inputs", work / "checks", device)

@@ -56,6 +56,7 @@ def test_everything_that_a_cpu_can_run_is_ok() -> None:
     } == {"skipped=cpu"}
     assert set(checks.values()) == {"ok"}
     assert float(figures["bf16_gradient_cosine"]) > 0.99
+    assert float(figures["update_bf16_moments_int8_bytes"]) == pytest.approx(6.03, abs=0.01)
     assert float(figures["small_ratio_to_plain"]) > 0
     assert float(figures["small_lora_ratio_to_plain"]) > 0
     assert float(figures["small_plain_ratio_packed"]) > 0
