@@ -90,6 +90,8 @@ def _did_you_mean(*names: str | None) -> str:
 
 
 _OTHER_VALUES = {
+    "8bit": "int8",
+    "uint8": "int8",
     "4": "nf4",
     "4bit": "nf4",
     "int4": "nf4",

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from sft_api.v1alpha1 import SFTJobSpec
-from sft_trainer.eight_bits import FIRST, SECOND, pack, unpacked
+from sft_trainer.eight_bits import FIRST, SECOND, packed, unpacked
 from sft_trainer.optim import build_optimizer, update
 from sft_trainer.trainable import DTYPES
 from tests.parity.runs import manifest, resolve
@@ -84,9 +84,7 @@ def _compare(device: torch.device) -> None:
     for kind, numbers in ((FIRST, values), (SECOND, values.square())):
         made = []
         for where in (torch.device("cpu"), device):
-            codes = torch.empty(2**16, dtype=kind.dtype, device=where)
-            exponents = torch.empty(2**10, dtype=torch.uint8, device=where)
-            pack(numbers.to(where), uniform.to(where), kind, codes, exponents)
+            codes, exponents = packed(numbers.to(where), uniform.to(where), kind)
             made.append([each.cpu() for each in (codes, exponents, unpacked(codes, exponents, kind))])
         if not all(torch.equal(here, there) for here, there in zip(*made, strict=True)):
             raise AssertionError(f"{kind.dtype} codes of the device are not those of the host")

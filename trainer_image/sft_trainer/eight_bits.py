@@ -79,14 +79,12 @@ def unpacked(codes: torch.Tensor, exponents: torch.Tensor, kind: Codes) -> torch
     return blocks.mul_(_power(exponents.to(torch.int32))).view(-1)
 
 
-def pack(
-    values: torch.Tensor, uniform: torch.Tensor, kind: Codes, codes: torch.Tensor, exponents: torch.Tensor
-) -> None:
-    """Round ``values``, fp32 and whole blocks one behind the other, into ``codes`` and ``exponents``.
+def packed(values: torch.Tensor, uniform: torch.Tensor, kind: Codes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and exponents of blocks, of ``values``: fp32, and whole blocks one behind the other.
 
     Away from 0 where the numbers ``uniform``, at least 0 and below 1, are below the way that a value has made from the
     one neighbour to the other. Values are finite, and beyond 2^126 they become that. What codes stand for stays what it
-    is.
+    is, if by other codes where the largest of a block became half of a power of two.
     """
     numbers, ways, below = _tables(kind, values.device)
     from_zero = numbers[-len(ways) - 1 :]
@@ -94,7 +92,6 @@ def pack(
     # The power of two that is as large as the largest, or the next one.
     shared = blocks.amax(1).view(torch.int32).add_(2**23 - 1).bitwise_right_shift_(23)
     shared = torch.where(shared > 0, shared.clamp(_LEAST, _MOST), 0)
-    exponents.copy_(shared)
     parts = blocks.mul_(_power(2 * 127 - shared.clamp_min(1))).clamp_(max=1.0).view(-1)
     places = below.index_select(0, parts.view(torch.int32) >> _TOLD)
     way = parts.sub_(from_zero.index_select(0, places)).div_(ways.index_select(0, places))
@@ -102,7 +99,8 @@ def pack(
     if not kind.signed:
         upwards |= (places == 0) & (way > 0)
     places += upwards
-    codes.copy_(places.mul_(values.sign().to(torch.int32)) if kind.signed else places)
+    codes = places.mul_(values.sign().to(torch.int32)) if kind.signed else places
+    return codes.to(kind.dtype), shared.to(torch.uint8)
 
 
 def _power(exponents: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from sft_api.memory import MOMENT_BLOCK
 
-from .eight_bits import FIRST, SECOND, Codes, pack, unpacked
+from .eight_bits import FIRST, SECOND, Codes, packed, unpacked
 
 _SLICE_ELEMENTS = {"cpu": 2**16}
 """Of a parameter that are updated at once, whole blocks: their moments exist in fp32 meanwhile. A processor's cache
@@ -118,9 +118,31 @@ class RoundedAdamW(torch.optim.Optimizer):
             if weights.dtype == torch.bfloat16:
                 weights[part].copy_(round_stochastically_(weight, key.bitwise_xor(_OF_WEIGHTS), first + start))
             slow = group["betas"][0] > _FAST_BETA
-            _keep(held, "exp_avg", part, first_moment, key.bitwise_xor(_OF_FIRST), first, stochastically=slow)
-            _keep(held, "exp_avg_sq", part, second_moment, key, first, stochastically=True)
+            self._keep(held, "exp_avg", part, first_moment, key.bitwise_xor(_OF_FIRST), first, stochastically=slow)
+            self._keep(held, "exp_avg_sq", part, second_moment, key, first, stochastically=True)
         step += 1 if self.found_inf is None else 1 - self.found_inf
+
+    def _keep(
+        self,
+        held: Mapping[str, torch.Tensor],
+        kind: str,
+        part: slice,
+        values: torch.Tensor,
+        key: torch.Tensor,
+        first: int,
+        *,
+        stochastically: bool,
+    ) -> None:
+        """Round ``values``, which ``part`` of the moment ``kind`` has become, to what it is held in: of bf16 to the
+        nearest unless ``stochastically``."""
+        target, place = held[kind][part], first + part.start
+        if (exponents := held.get(f"{kind}{_EXPONENTS}")) is not None:
+            new = packed(values, _uniform(values, key, place), _KINDS[kind])
+            for old, made in zip((target, exponents[_blocks(part)]), new, strict=True):
+                # The same values may have other codes.
+                old.copy_(made if self.found_inf is None else torch.where(self.found_inf > 0, old, made))
+        elif target.dtype == torch.bfloat16:
+            target.copy_(round_stochastically_(values, key, place) if stochastically else values)
 
 
 _KINDS: Mapping[str, Codes] = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
@@ -141,25 +163,6 @@ def _read(held: Mapping[str, torch.Tensor], kind: str, part: slice) -> torch.Ten
     if (exponents := held.get(f"{kind}{_EXPONENTS}")) is None:
         return held[kind][part].float()
     return unpacked(held[kind][part], exponents[_blocks(part)], _KINDS[kind])
-
-
-def _keep(
-    held: Mapping[str, torch.Tensor],
-    kind: str,
-    part: slice,
-    values: torch.Tensor,
-    key: torch.Tensor,
-    first: int,
-    *,
-    stochastically: bool,
-) -> None:
-    """Round ``values``, which ``part`` of the moment ``kind`` has become, to what it is held in: of bf16 to the
-    nearest unless ``stochastically``."""
-    target, place = held[kind][part], first + part.start
-    if (exponents := held.get(f"{kind}{_EXPONENTS}")) is not None:
-        pack(values, _uniform(values, key, place), _KINDS[kind], target, exponents[_blocks(part)])
-    elif target.dtype == torch.bfloat16:
-        target.copy_(round_stochastically_(values, key, place) if stochastically else values)
 
 
 def _blocks(part: slice) -> slice:

@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from sft_api.memory import MOMENT_BLOCK
-from sft_trainer.eight_bits import FIRST, SECOND, Codes, magnitudes, pack, unpacked
+from sft_trainer.eight_bits import FIRST, SECOND, Codes, magnitudes, packed, unpacked
 
 BOTH = pytest.mark.parametrize("kind", [FIRST, SECOND], ids=["first", "second"])
-Packed = tuple[torch.Tensor, torch.Tensor]
 
 
-def packed(values: torch.Tensor, kind: Codes, seed: int = 0) -> Packed:
-    codes, exponents = torch.empty(len(values), dtype=kind.dtype), torch.empty(len(values) // MOMENT_BLOCK).byte()
-    pack(values, torch.rand(len(values), generator=torch.Generator().manual_seed(seed)), kind, codes, exponents)
-    return codes, exponents
+def held(values: torch.Tensor, kind: Codes, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return packed(values, torch.rand(len(values), generator=torch.Generator().manual_seed(seed)), kind)
 
 
 def kept(values: torch.Tensor, kind: Codes, seed: int = 0) -> torch.Tensor:
-    return unpacked(*packed(values, kind, seed), kind)
+    return unpacked(*held(values, kind, seed), kind)
 
 
 def drawn(kind: Codes, blocks: int = 100, spread: float = 2.0) -> torch.Tensor:
@@ -75,7 +72,7 @@ def test_what_codes_stand_for_stays_what_it_is(kind: Codes) -> None:
 def test_zero_is_zero_and_a_block_of_it_has_the_exponent_of_none(kind: Codes) -> None:
     values = drawn(kind)
     values[:MOMENT_BLOCK] = values[-5:] = 0.0
-    codes, exponents = packed(values, kind)
+    codes, exponents = held(values, kind)
     assert not codes[:MOMENT_BLOCK].any()
     assert not codes[-5:].any()
     assert (int(exponents[0]), int(exponents[1]) > 0) == (0, True)

@@ -58,14 +58,15 @@ def state(of: FsdpStrategy) -> list[torch.Tensor]:
         ("qwen3", {}),
         ("qwen3", {"training": {"precision": "bf16", "optimizer": {"stateDtype": "bf16"}}}),
         ("qwen3", {"training": {"precision": "bf16", "parameterDtype": "bf16"}}),
+        ("qwen3", {"training": {"optimizer": {"stateDtype": "int8"}}}),
         ("qwen3", {"lora": {"rank": 4, "dropout": 0.2}, "training": {"precision": "bf16"}}),
         ("gpt_oss", {"lora": {"rank": 4, "targetModules": ["all-linear", "experts"]}}),
     ],
-    ids=["fp32", "bf16", "weights in bf16", "adapters", "adapters of experts"],
+    ids=["fp32", "bf16", "weights in bf16", "moments in 8 bits", "adapters", "adapters of experts"],
 )
 def test_steps_are_those_of_what_is_not_offloaded(tmp_path: Path, kind: str, sections: dict[str, Any]) -> None:
     # Given two alike, of which one is offloaded
-    save_model(kind, tmp_path, tie_word_embeddings=True)
+    save_model(kind, tmp_path, tie_word_embeddings=True, hidden_size=64)
     usual, offloaded = (strategy(tmp_path, offload=offload, **sections) for offload in (False, True))
 
     # When steps are made, one of them not finite
