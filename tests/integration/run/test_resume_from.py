@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
+from sft_api.checkpoints import Manifest
+from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.local import LocalStore
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.runs import Place, assert_refused, step_numbers
 from tests.integration.run.stores import credentials, s3_spec
+from tests.wider import wider_model
 
 BUCKET = "resume-from"
 CONSTANT: dict[str, Any] = {"type": "constant"}
@@ -71,6 +75,34 @@ def test_more_steps_are_another_run_that_goes_on_where_the_first_ended(
     assert second.status["progress"]["step"] == 6
     assert second.latest == 6
     assert objects(server, "first/") == before
+
+
+def test_moments_in_8_bits_are_gone_on_with_to_the_last_bit_and_by_no_others(place: Place, tmp_path: Path) -> None:
+    # Given a run of two steps, whose matrices have moments in 8 bits
+    model = {"uri": f"file://{wider_model(place.inputs.model, tmp_path / 'model')}"}
+
+    def sections(steps: int, **optimizer: Any) -> dict[str, Any]:
+        of = training(steps)
+        return {"model": model, "training": {**of.pop("training"), "optimizer": optimizer}, **of}
+
+    first = place.run(place.job("first", **sections(2, stateDtype="int8")))
+    assert first.code == 0, first.said
+    saved = next(iter(Catalog(LocalStore(place.store("first"))).candidates()))
+    assert isinstance(saved, Manifest)
+    assert saved.kinds["exp_avg"] < saved.kinds["weight"] / 3
+    assert saved.kinds["exp_avg_exponents"] == saved.kinds["exp_avg_sq_exponents"] > 0
+
+    # When another one goes on with it, then its steps are those of a run that made all of them
+    resume = {"resume": {"from": {"uri": f"file://{place.store('first')}", "what": "everything"}}}
+    for name, checkpoint in (("second", resume), ("whole", {})):
+        run = place.run(place.job(name, **sections(4, stateDtype="int8"), checkpoint=checkpoint))
+        assert run.code == 0, run.said
+    whole = step_numbers(place.store("whole"))
+    assert step_numbers(place.store("second")) == {step: whole[step] for step in (3, 4)}
+
+    # And one with other moments is told what to change
+    other = place.run(place.job("other", **sections(4), checkpoint=resume))
+    assert_refused(other, 10, "ConfigError", r"holds these in int8, .* set that to int8, or name what: weights")
 
 
 def test_weights_alone_begin_a_new_run_on_other_data(place: Place) -> None:
