@@ -41,6 +41,8 @@ class Family:
     """Whether experts and routers have biases, and attention where the config does not say otherwise."""
     sinks: bool = False
     """Whether attention has a number for each head besides."""
+    unsaid: tuple[tuple[str, int], ...] = ()
+    """Sizes of a config that does not say them, where every other one of the type's does."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -55,7 +57,14 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(fused=True),
     "smollm3": Family(tied=True),
     "olmo2": Family(query_key_norm="whole", norms="after", norms_in_fp32=True),
-    "gemma3_text": Family(query_key_norm="head", norms="both", norms_in_fp32=True, tied=True, head_size=256),
+    "gemma3_text": Family(
+        query_key_norm="head",
+        norms="both",
+        norms_in_fp32=True,
+        tied=True,
+        head_size=256,
+        unsaid=(("num_attention_heads", 8), ("num_key_value_heads", 4), ("vocab_size", 262208)),
+    ),
 }
 """The architectures that are counted by a formula; the trainer counts any other one as it is."""
 
@@ -243,7 +252,11 @@ _WITHOUT_BIASES = ("mistral", "mixtral", "phi3")
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that ``config``, the content of a model's config.json, describes; None where no formula counts it."""
+    """The shape that ``config``, the content of a model's config.json, describes; None where no formula counts it.
+
+    Of a model of several parts it is that of its text part: no other is held.
+    """
+    config = _of_text(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or wrong_sizes(config):
         return None
@@ -290,6 +303,7 @@ def uncounted(config: Mapping[str, Any]) -> str:
     """Why ``shape_of`` has none for ``config``, as a relative clause on the model; empty where it has one."""
     if shape_of(config) is not None:
         return ""
+    config = _of_text(config)
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:
@@ -308,6 +322,7 @@ def uncounted(config: Mapping[str, Any]) -> str:
 
 def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``config`` by which a formula would count, and that are no such size; of other models none."""
+    config = _of_text(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return {}
@@ -318,6 +333,19 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if family.mixture and experts and chosen and chosen > experts:
         wrong[_CHOSEN] = chosen
     return wrong
+
+
+def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``config``, or that of the text part where it describes several; with the sizes that its type leaves unsaid.
+
+    Whether embedding and head are one is then what ``config`` itself says.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        tied = config.get("tie_word_embeddings")
+        config = {**text, **({} if tied is None else {"tie_word_embeddings": tied})}
+    family = FAMILIES.get(str(config.get("model_type")))
+    return config if family is None or not family.unsaid else {**dict(family.unsaid), **config}
 
 
 def _dense_blocks(config: Mapping[str, Any]) -> dict[str, Any]:

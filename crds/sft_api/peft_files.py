@@ -30,6 +30,9 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "base_model.model."
 _NAME_OF_ADAPTER = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
 _NAME_OF_MODULES = re.compile(r"\.modules_to_save\.[^.]+\.")
+_DECODER_OF_PART = re.compile(r"^(\^?)(?:model\.(?:language_model|text_model)|language_model\.model)\.")
+_HEAD_OF_PART = re.compile(r"^(\^?)language_model\.lm_head(?=\.|$)")
+"""How versions of transformers call decoder and head of the text part of a model of several."""
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora_[AB]\.weight")
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
@@ -99,7 +102,8 @@ class PeftFiles:
         """Names of the tensors of experts that have adapters, as peft was told them."""
         given = self.config.get("target_parameters")
         names = given if isinstance(given, list) else []
-        return [name for name in names if isinstance(name, str) and means_experts(name) and _PLAIN.fullmatch(name)]
+        plain = (in_text_part(name) for name in names if isinstance(name, str) and _PLAIN.fullmatch(name))
+        return [name for name in plain if means_experts(name)]
 
     def problem(
         self, lora: LoraSpec, linear: Collection[str] | None = None, adapted: Collection[str] | None = None
@@ -175,7 +179,7 @@ class PeftFiles:
             return [*shortest(layers, linear), *self.experts]
         # In the same model they mean the same; those that mean nothing there peft passes over.
         told = self.config.get("target_modules")
-        names = [name for name in told if isinstance(name, str)] if isinstance(told, list) else []
+        names = [in_text_part(name) for name in told if isinstance(name, str)] if isinstance(told, list) else []
         names = sorted(name for name in names if any(named(layer, [name]) for layer in layers))
         only_some = self.config.get("layers_to_transform") is not None or self.config.get("exclude_modules")
         are_named = all(named(layer, names) for layer in layers)
@@ -280,9 +284,19 @@ class PeftFiles:
 
 
 def plain_name(key: str) -> str:
-    """The name in the model of what peft calls ``key``: without what it puts around model, adapter and module."""
+    """The name in the model of what peft calls ``key``: without what it puts around model, adapter and module.
+
+    Of a model of several parts that in its text part.
+    """
     name = _NAME_OF_ADAPTER.sub(r".\1.weight", key.removeprefix(_PREFIX))
-    return _NAME_OF_MODULES.sub(".", name)
+    return in_text_part(_NAME_OF_MODULES.sub(".", name))
+
+
+def in_text_part(name: str) -> str:
+    """What ``name``, of a module or a tensor of a model of several parts, is called in its text part by itself; other
+    names as they are."""
+    name = _DECODER_OF_PART.sub(r"\1model.", name)
+    return _HEAD_OF_PART.sub(r"\1lm_head", name)
 
 
 def _is_close(one: float, other: float) -> bool:
@@ -338,6 +352,7 @@ def _of_pattern(config: Mapping[str, Any], field: str, name: str, default: float
     for key, value in (config.get(field) or {}).items():
         if not _PLAIN.fullmatch(key):
             raise AdapterFilesError(f"its {field} has the pattern {key!r:.100}, and only names are read: {_MERGE}")
+        key = in_text_part(key)
         if name == key.removeprefix("^") if key.startswith("^") else named(name, [key]):
             return _positive(f"{field}[{key!r}]", value)
     return default

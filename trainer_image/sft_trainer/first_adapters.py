@@ -20,7 +20,7 @@ from .errors import ConfigError, ModelError
 from .export.plan import Entry, plan_adapter
 from .models.causal_lm import CausalLM
 from .models.lora import LoraLinear, is_adapter
-from .models.weights import opened
+from .models.weight_files import opened
 from .trainable import Trainable
 
 

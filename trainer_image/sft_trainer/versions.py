@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:  # a supervisor, and what reads data only, import no torch
     import jinja2
@@ -366,7 +366,40 @@ def initialize(model: Any, module: Any) -> None:
 
 def model_of_class(model: Any, config: Any, **options: Any) -> Any:
     """Another model of the class of the Hugging Face ``model``, by ``config``; ``options`` as for ``from_config``."""
-    return type(model)._from_config(config, **options)
+    return build_of_class(type(model), config, **options)
+
+
+def build_of_class(kind: Any, config: Any, **options: Any) -> Any:
+    """A model of the class ``kind`` of transformers, by ``config``; ``options`` as for ``from_config``."""
+    return kind._from_config(config, **options)
+
+
+@cache
+def with_head(decoder: Any) -> type:
+    """A causal language model of the class ``decoder`` of transformers and a linear head."""
+    from torch import nn
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    base: Any = decoder.__base__
+
+    class TextPart(base):  # type: ignore[misc]
+        config_class = decoder.config_class
+        base_model_prefix = "model"
+        _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+        _can_record_outputs = getattr(decoder, "_can_record_outputs", None)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: "torch.Tensor", **arguments: Any) -> Any:
+            hidden = self.model(input_ids=input_ids, **arguments).last_hidden_state
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    TextPart.__name__ = TextPart.__qualname__ = f"{decoder.__name__}WithHead"
+    return TextPart
 
 
 def passed_over(model: Any) -> list[str]:

@@ -17,6 +17,7 @@ from sft_trainer.strategies.megatron.refused import check, check_device
 from sft_trainer.trainable import EVERYTHING, Trainable
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_models import save_model
+from tests.whole_models import save_whole
 
 
 def refuse(
@@ -52,6 +53,13 @@ SPLIT = MegatronSpec(tensor_parallel_degree=2, sequence_parallel=False)
 def test_what_it_does_not_compute_is_refused_in_words(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"strategy.megatron does not know .*{words}"):
         refuse(tmp_path, **options)
+
+
+def test_the_text_part_of_a_model_of_several_is_refused(tmp_path: Path) -> None:
+    save_whole("mistral3", tmp_path)
+
+    with pytest.raises(ConfigError, match=r"does not know the text part of a model of several \('mistral3', of which"):
+        check(MegatronSpec(), build_on_meta(tmp_path), EVERYTHING, 8)
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,8 @@ def test_all_tensors_of_an_architecture_are_known(tmp_path: Path, kind: str) -> 
         ({"model_type": "unheard"}, r"config\.json cannot be used: .*unheard"),
         (
             {"model_type": "qwen2_5_vl"},
-            r"'qwen2_5_vl' is not supported: its config describes several parts \(vision_config, text_config\); choose "
-            r"a model of text alone$",
+            r"of a model of type 'qwen2_5_vl' the text part would be trained, and that is refused: a model of type "
+            r"'qwen2_5_vl_text' is not supported",
         ),
     ],
 )

@@ -55,11 +55,22 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedT
         )
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = template_of_processor(path)
     codec = Codec.of(tokenizer)
     codec.check_offsets()
     if chat_template is not None:
         codec.check_templates()
     return tokenizer
+
+
+def template_of_processor(path: Path) -> str | None:
+    """The chat template that older models of images have in ``path`` for their processor alone; None without one."""
+    try:
+        template = json.loads((path / "chat_template.json").read_bytes())["chat_template"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def without_additions(tokenizer_json: str) -> str:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .tokenizer import Codec, without_additions
+from .tokenizer import Codec, template_of_processor, without_additions
 
 _VARIABLE = re.compile(r"\b[a-z_]+_token\b")
 
@@ -43,6 +43,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     template = config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
+    template = template or template_of_processor(folder)
     return {"default": template} if template else {}
 
 

@@ -11,6 +11,7 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest, companion_digests
+from sft_trainer.models.text_part import is_part
 from sft_trainer.state import changed_fields
 
 from .companions import model_card
@@ -37,6 +38,10 @@ def exported_alone(
     """
     # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
     folder = fetch(files.uri, "tokenizer")
+    adapters = Adapters.of(config, files.uri)
+    if is_part(folder) and (adapters is None or adapters.form == "model" or adapters.modules):
+        # What of the whole model was not trained is exported too; and only its files say which weights are tied.
+        folder = fetch(files.uri, "model")
     other = files.tokenizer_uri
     tokenizer_folder = fetch(other, "tokenizer") if other else folder
     model = build_on_meta(folder, config.spec.model.config_overrides)
@@ -60,5 +65,5 @@ def exported_alone(
         card=model_card(config, manifest, model),
         name=config.job.name,
         base=base,
-        adapters=Adapters.of(config, files.uri),
+        adapters=adapters,
     )

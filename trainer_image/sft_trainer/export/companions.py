@@ -12,16 +12,22 @@ from typing import Any
 from sft_api.checkpoints import BEST_METRIC, Manifest
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_api.v1alpha1.workload import TrainingSpec
 from sft_trainer.data.tokenizer import Codec
 from sft_trainer.errors import DISK_FULL, StorageFullError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.overrides import in_words
+from sft_trainer.models.text_part import Whole
 
 log = logging.getLogger("sft_trainer")
 
 _GENERATION_CONFIG = "generation_config.json"
+_OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""By which the other parts of a model of several are given images and sounds."""
+_OLDER_ROTARY = ("rope_scaling", "rope_theta")
+"""Fields that configs had in place of ``rope_parameters``."""
 _NUMBER_OF_ERROR = re.compile(r"\(os error (\d+)\)")
 """As libraries in Rust tell it, whose exceptions are no OSError."""
 
@@ -37,12 +43,20 @@ def companions(
     huggingface: Any = model.huggingface
     with _scratch() as folder:
         tokenizer.save_pretrained(folder)
-        if huggingface.can_generate() and huggingface.generation_config is not None:
+        settings = _settings(source / _GENERATION_CONFIG)
+        if not settings and huggingface.can_generate() and huggingface.generation_config is not None:
             huggingface.generation_config.save_pretrained(folder)
             settings = json.loads((folder / _GENERATION_CONFIG).read_bytes())
-            settings = with_end_of_turn(_generation_settings(source) or settings, tokenizer)
+        if settings:
+            settings = with_end_of_turn(settings, tokenizer)
             (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
-        if adapter_config is None:
+        if adapter_config is None and model.whole is not None:
+            config = _with_overrides(_settings(source / EXPORT_CONFIG), model.whole, huggingface.config)
+            (folder / EXPORT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            for name in _OF_PROCESSORS:
+                if (source / name).is_file():
+                    (folder / name).write_bytes((source / name).read_bytes())
+        elif adapter_config is None:
             huggingface.config.dtype = model.stored_dtype
             huggingface.config.architectures = [type(huggingface).__name__]
             huggingface.config.save_pretrained(folder)
@@ -84,10 +98,23 @@ def _name_no_code(file: Path) -> None:
         file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _generation_settings(source: Path) -> dict[str, Any]:
-    """What the model's own generation_config.json says; nothing when it has none, or a broken one."""
+def _with_overrides(published: dict[str, Any], whole: Whole, trained: Any) -> dict[str, Any]:
+    """The config of the ``whole`` model as it is ``published``, with what its text part has in that of ``trained``."""
+    text = published.get("text_config")
+    config = dict(text) if isinstance(text, dict) else dict(published)
+    values = trained.to_dict()
+    for name in ConfigOverrides.model_fields:
+        if getattr(whole.config.text_config, name, None) != getattr(trained, name, None):
+            config[name] = values[name]
+            for older in _OLDER_ROTARY if name == "rope_parameters" else ():
+                config.pop(older, None)
+    return {**published, "text_config": config} if isinstance(text, dict) else config
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    """What a JSON ``file`` of the model says; nothing when there is none, or a broken one."""
     try:
-        settings = json.loads((source / _GENERATION_CONFIG).read_bytes())
+        settings = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return settings if isinstance(settings, dict) else {}
@@ -148,7 +175,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: text-generation\ntags:\n{tags}"
         "---\n\n"
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
-        f"| | |\n|---|---|\n{rows}\n{in_words(overrides) if peft else ''}"
+        f"| | |\n|---|---|\n{rows}\n{in_words(overrides, model.whole is not None) if peft else ''}"
     )
 
 

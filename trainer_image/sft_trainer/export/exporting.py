@@ -48,7 +48,8 @@ class Exported:
     model: CausalLM
     """Its names, shapes and config only are used: it may be on the meta device."""
     folder: Path
-    """With the config files of the model that the run started from."""
+    """With the config files of the model that the run started from; with its weights, where the model is exported and
+    was trained as a part of a whole one."""
     tokenizer: Any
     card: str
     """The README.md."""
@@ -76,7 +77,7 @@ def export_checkpoint(
     CheckpointCorruptError, which names the checkpoint, ConfigError when it does not fit the model or another run's
     model is there, or what the stores raise. What was finished until then stays for the next try.
     """
-    shape = shape_of(exported.model, exported.adapters, file_bytes)
+    shape = shape_of(exported.model, exported.folder, exported.adapters, file_bytes)
     plan = shape.plan
     record = ExportRecord.of(exported.name, exported.manifest, shape.form)
     mark = _mark(exported.manifest, plan)
@@ -100,7 +101,8 @@ def _is_there(target: Store, record: ExportRecord) -> bool:
 
 
 def _values(exported: Exported, shape: Shape) -> Values:
-    values = Values(exported.store, exported.manifest, exported.model.names, exported.base, shape.added, shape.packed)
+    names = exported.model.names
+    values = Values(exported.store, exported.manifest, names, exported.base, shape.added, shape.packed, shape.copied)
     values.check(shape.plan)
     return values
 

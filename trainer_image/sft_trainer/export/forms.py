@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from sft_api.adapters import named, shortest, within
@@ -27,6 +28,7 @@ from sft_trainer.models.lora import (
 )
 from sft_trainer.models.quantised import FORMATS, packed_weights
 from sft_trainer.models.tensors import tied_names
+from sft_trainer.models.weights import untrained_tensors
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
 
@@ -68,6 +70,8 @@ class Shape:
     """Adapters that are added to the weights, by the canonical names of these."""
     packed: frozenset[str] = frozenset()
     """Names of weights that are what was trained beside, in 4 bits, and not what the base's files have."""
+    copied: frozenset[str] = frozenset()
+    """Names of tensors of the base's files that are there as they are, whatever they hold."""
     either: bool = False
     """Whether the same run may have been exported into the folder in the other form: nothing of that stays."""
 
@@ -82,17 +86,20 @@ class Shape:
         return (EXPORT_WEIGHTS, EXPORT_ADAPTER) if self.either else (EXPORT_WEIGHTS,)
 
 
-def shape_of(model: CausalLM, adapters: Adapters | None, file_bytes: int = FILE_BYTES) -> Shape:
-    """That of an export of ``model``, on the meta device and without adapters.
+def shape_of(model: CausalLM, folder: Path, adapters: Adapters | None, file_bytes: int = FILE_BYTES) -> Shape:
+    """That of an export of ``model``, on the meta device and without adapters, which came from ``folder``: with its
+    weights where it is a part of a whole model, which is exported then.
 
     Where ``adapters`` are to be exported as such, it gets them.
     """
-    if adapters is None:
-        return Shape("model", plan_export(model, model.stored_dtype, file_bytes))
-    if adapters.form == "model":
-        plan = plan_export(model, model.stored_dtype, file_bytes)
+    if adapters is None or adapters.form == "model":
+        untrained = untrained_tensors(model, folder)
+        plan = plan_export(model, model.stored_dtype, file_bytes, untrained)
+        copied = frozenset(name for name, _, _ in untrained.others)
+        if adapters is None:
+            return Shape("model", plan, copied=copied)
         added = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
-        return Shape("model", plan, added=added, packed=_packed(model, adapters), either=True)
+        return Shape("model", plan, added=added, packed=_packed(model, adapters), copied=copied, either=True)
     config = _peft_config(adapters, model)
     return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
 
@@ -134,18 +141,25 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "lora_alpha": alpha,
         # Beside parameters peft has none, and takes no other number.
         "lora_dropout": 0.0 if parameters else lora.dropout,
-        "target_modules": shortest(layers, linear),
-        **({"target_parameters": parameters} if parameters else {}),
-        **_patterns(lora, experts),
+        "target_modules": shortest(*_of_whole(model, layers, linear)),
+        **({"target_parameters": [*map(model.module_of_whole, parameters)]} if parameters else {}),
+        **_patterns(lora, [*map(model.module_of_whole, experts)]),
         "exclude_modules": None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True if lora.init_method == "kaiming" else lora.init_method,
         "use_rslora": False,
         "use_dora": False,
-        "modules_to_save": modules or None,
+        "modules_to_save": [*map(model.module_of_whole, modules)] or None,
         "inference_mode": True,
     }
+
+
+def _of_whole(model: CausalLM, layers: Sequence[str], linear: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of ``layers``, and of all that are ``linear``, in the model that is published; its other parts have some
+    besides, which peft would take for those of a text that end alike."""
+    others = () if model.whole is None else model.whole.linear
+    return [*map(model.module_of_whole, layers)], [*map(model.module_of_whole, linear), *others]
 
 
 def _patterns(lora: LoraSpec, experts: Sequence[str]) -> dict[str, Any]:

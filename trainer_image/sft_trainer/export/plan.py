@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import A, StackedAdapter, stacked_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
+from sft_trainer.models.weights import Untrained
 from sft_trainer.names.canonical import Part as CanonicalPart
 
 FILE_BYTES = 4 * 2**30
@@ -25,6 +26,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PEFT_PREFIX = "base_model.model."
 """Of the names of adapters, by which peft wraps a model twice."""
+
+_NOTHING = Untrained()
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -151,14 +154,17 @@ class Plan:
         return digest.hexdigest()
 
 
-def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTES) -> Plan:
+def plan_export(
+    model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTES, untrained: Untrained = _NOTHING
+) -> Plan:
     """The files of ``model``, whose parameters are stored in ``dtype``; only its names and shapes are looked at.
 
-    Buffers keep their own dtype: they are not trained, and rounding them would only lose something.
+    Buffers keep their own dtype: they are not trained, and rounding them would only lose something. Where the model is
+    a part of a whole one, ``untrained`` is what the files of that have besides, and is there as it was.
     """
     files: list[list[Entry]] = [[]]
     filled = 0
-    for entry in _entries(model, dtype):
+    for entry in (*_entries(model, dtype, untrained.tied), *_copied(untrained)):
         if filled and filled + entry.nbytes > file_bytes:
             files.append([])
             filled = 0
@@ -176,9 +182,7 @@ def plan_export(model: CausalLM, dtype: torch.dtype, file_bytes: int = FILE_BYTE
 def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
     """The one file of what of ``model`` is trained (``trains``: its adapters, and modules besides), as peft reads it:
     its names, and fp32, as they are trained. Tied weights are there under each of their names: peft ties nothing."""
-    others: dict[str, list[str]] = {}
-    for other, parameter in tied_names(model.huggingface).items():
-        others.setdefault(parameter, []).append(other)
+    others = _other_names(model)
     entries = [
         _peft_entry(model, parameter, tuple(tensor.shape), name)
         for parameter, tensor in stored_tensors(model)
@@ -188,22 +192,30 @@ def plan_adapter(model: CausalLM, trains: Callable[[str], bool]) -> Plan:
     return Plan((File(EXPORT_ADAPTER, tuple(entries)),))
 
 
+def _other_names(model: CausalLM) -> dict[str, list[str]]:
+    """Of every parameter of ``model`` that has further names, these."""
+    others: dict[str, list[str]] = {}
+    for other, parameter in tied_names(model.huggingface).items():
+        others.setdefault(parameter, []).append(other)
+    return others
+
+
 def _peft_entry(model: CausalLM, parameter: str, shape: tuple[int, ...], name: str) -> Entry:
     """The ``parameter`` of ``model``, of ``shape``, as it lies in peft's file by ``name``."""
     canonical, stacked = model.names.parts(parameter, shape), stacked_adapter(model.huggingface, parameter)
     if stacked is None:
-        return Entry(f"{_PEFT_PREFIX}{name}", shape, _as_module(canonical))
-    return _adapter_of_experts(stacked, canonical)
+        return Entry(f"{_PEFT_PREFIX}{model.module_of_whole(name)}", shape, _as_module(canonical))
+    return _adapter_of_experts(stacked, canonical, model.module_of_whole(stacked.module))
 
 
-def _adapter_of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPart]) -> Entry:
+def _adapter_of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPart], module: str) -> Entry:
     """A or B of the adapters of experts as peft has them: matrices of as many rows, or columns, as all ranks make.
 
     A wrapper of the module for each of its parameters that is adapted, one within the other, the first the innermost.
     """
     (part,) = canonical
     experts, *sizes = part.shape
-    name = f"{_PEFT_PREFIX}{adapter.module}.{'base_layer.' * adapter.within}{adapter.factor}"
+    name = f"{_PEFT_PREFIX}{module}.{'base_layer.' * adapter.within}{adapter.factor}"
     whole = Rectangle.whole(part.shape)
     if adapter.factor == A:
         rank, inputs = sizes
@@ -229,10 +241,21 @@ def _as_module(canonical: Sequence[CanonicalPart]) -> tuple[Part, ...]:
     return tuple(Part(part.name, part.shape, place, torch.float32) for part, place in ordered)
 
 
-def _entries(model: CausalLM, dtype: torch.dtype) -> Iterator[Entry]:
-    names = model.names
+def _copied(untrained: Untrained) -> Iterator[Entry]:
+    for name, shape, dtype in untrained.others:
+        yield Entry(name, shape, (Part(name, shape, Rectangle.whole(shape), dtype),))
+
+
+def _entries(model: CausalLM, dtype: torch.dtype, tied: Collection[str]) -> Iterator[Entry]:
+    """Of the parameters and stored buffers of ``model``, also under those second names that are in ``tied``."""
+    names, others = model.names, _other_names(model)
     for parameter, tensor in stored_tensors(model):
         stored = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
+        for other in (name for name in others.get(parameter, []) if name in tied):
+            (canonical,) = names.parts(parameter, tuple(tensor.shape))
+            whole = Rectangle.whole(canonical.shape)
+            part = Part(canonical.name, canonical.shape, whole, stored)
+            yield Entry(names.stored(other), canonical.shape, (part,))
         for canonical in names.parts(parameter, tuple(tensor.shape)):
             whole = Rectangle.whole(canonical.shape)
             for hub in names.hub(canonical.name, canonical.shape):

@@ -23,7 +23,7 @@ from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.lora import Beside
 from sft_trainer.models.nf4 import pack, unpacked
-from sft_trainer.models.weights import load_weights
+from sft_trainer.models.weights import copy_tensors, load_weights
 from sft_trainer.names.canonical import Names
 
 from .plan import File, Part, Plan
@@ -52,11 +52,13 @@ class Values:
         base: Callable[[], Base],
         added: Mapping[str, Beside] | None = None,
         packed: Collection[str] = (),
+        copied: Collection[str] = (),
     ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
         To those that it has in ``added``, by canonical name, adapters of the checkpoint are added.
-        Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits.
+        Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits. Names in
+        ``copied`` are not canonical, but those of tensors of the base's files.
         Raises CheckpointCorruptError, which names the checkpoint.
         """
         self._store = store
@@ -65,6 +67,7 @@ class Values:
         self._added = added or {}
         self._stacked: tuple[str, int, Box, Box] | None = None
         self._packed = packed
+        self._copied = frozenset(copied)
         self._get_base = base
         self._base_folder: Path | None = None
         try:
@@ -79,7 +82,7 @@ class Values:
         """
         lacking = []
         for part in dict.fromkeys(part for file in plan.files for part in file.parts):
-            number = self._index.numbers.get((part.name, WEIGHT))
+            number = self._number(part.name)
             if number is None:
                 lacking.append(part.name)
             elif (shape := self._index.tensors[number].shape) != part.shape:
@@ -103,7 +106,7 @@ class Values:
 
         ``on_bytes`` is told, by any thread, what was read. Raises CheckpointCorruptError, which names the checkpoint.
         """
-        blocks = _blocks(file.parts, self._index)
+        blocks = self._blocks(file.parts)
         with ThreadPoolExecutor(1, thread_name_prefix="export") as ahead:
             coming = next(blocks, None)
             reading = ahead.submit(self._read, coming, on_bytes) if coming else None
@@ -115,15 +118,18 @@ class Values:
 
     def _read(self, block: Sequence[Part], on_bytes: OnBytes) -> list[torch.Tensor]:
         boxes = [self._box(part) for part in block]
-        from_base = [box for box in boxes if (box.name, WEIGHT) not in self._index.numbers]
-        saved = [box for box in boxes if (box.name, WEIGHT) in self._index.numbers]
+        saved = [box for box in boxes if self._number(box.name) is not None]
+        copied = [box for box in boxes if box.name in self._copied]
+        from_base = [box for box in boxes if self._number(box.name) is None and box.name not in self._copied]
         try:
             read_boxes(saved, self._store, self._manifest, self._index, on_bytes)
         except CheckpointCorruptError as error:
             raise self._damaged(error) from error
+        if copied:
+            copy_tensors(copied, self._checked_base)
+            on_bytes(sum(box.local.nbytes for box in copied))
         if from_base:
-            assert self._base_folder is not None, "check comes first"  # noqa: S101
-            load_weights(from_base, self._names, self._base_folder, on_tensor=lambda done: on_bytes(0))
+            load_weights(from_base, self._names, self._checked_base, on_tensor=lambda done: on_bytes(0))
         for box in from_base:
             if box.name in self._packed:
                 box.write(unpacked(pack(box.local), torch.float32))
@@ -181,12 +187,39 @@ class Values:
         return a, b
 
     def _box(self, part: Part) -> Box:
-        number = self._index.numbers.get((part.name, WEIGHT))
+        number = self._number(part.name)
         dtype = part.dtype if number is None else torch_dtype(self._index.tensors[number])
         if part.name in self._added or part.name in self._packed:
             # As training read it: rounded to what it is stored in only then.
             dtype = torch.float32
         return Box(part.name, WEIGHT, part.shape, part.place, torch.empty(part.place.sizes, dtype=dtype))
+
+    def _blocks(self, parts: Iterable[Part]) -> Iterator[list[Part]]:
+        """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint."""
+        block: list[Part] = []
+        filled = 0
+        for part in parts:
+            number = self._number(part.name)
+            itemsize = part.dtype.itemsize if number is None else self._index.tensors[number].itemsize
+            ends = np.zeros(0, np.int64) if number is None or not part.shape else _row_ends(self._index, number)
+            for place in _slices(part, itemsize) if part.order else _cut(part.place, itemsize, ends):
+                nbytes = math.prod(place.sizes) * itemsize
+                if block and filled + nbytes > BLOCK_BYTES:
+                    yield block
+                    block, filled = [], 0
+                block.append(replace(part, place=place))
+                filled += nbytes
+        if block:
+            yield block
+
+    def _number(self, name: str) -> int | None:
+        """Of the tensor ``name`` in the checkpoint; None where it comes from the base."""
+        return None if name in self._copied else self._index.numbers.get((name, WEIGHT))
+
+    @property
+    def _checked_base(self) -> Path:
+        assert self._base_folder is not None, "check comes first"  # noqa: S101
+        return self._base_folder
 
     @property
     def _place(self) -> str:
@@ -196,25 +229,6 @@ class Values:
         removed = isinstance(error.__cause__, ObjectNotFoundError)
         hint = "; a run that goes on removes its older checkpoints (checkpoint.keep)" if removed else ""
         return CheckpointCorruptError(f"the checkpoint {self._place} is damaged, and is not exported: {error}{hint}")
-
-
-def _blocks(parts: Iterable[Part], index: Index) -> Iterator[list[Part]]:
-    """``parts`` cut and put together to blocks of at most ``BLOCK_BYTES`` as they are stored in the checkpoint."""
-    block: list[Part] = []
-    filled = 0
-    for part in parts:
-        number = index.numbers.get((part.name, WEIGHT))
-        itemsize = part.dtype.itemsize if number is None else index.tensors[number].itemsize
-        ends = np.zeros(0, np.int64) if number is None or not part.shape else _row_ends(index, number)
-        for place in _slices(part, itemsize) if part.order else _cut(part.place, itemsize, ends):
-            nbytes = math.prod(place.sizes) * itemsize
-            if block and filled + nbytes > BLOCK_BYTES:
-                yield block
-                block, filled = [], 0
-            block.append(replace(part, place=place))
-            filled += nbytes
-    if block:
-        yield block
 
 
 def _slices(part: Part, itemsize: int) -> Iterator[Rectangle]:

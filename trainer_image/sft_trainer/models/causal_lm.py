@@ -1,5 +1,6 @@
 """A Hugging Face causal language model with the loss inside its forward pass."""
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
+from sft_trainer.versions import build_of_class
 
 from . import fp8
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
@@ -24,6 +26,7 @@ from .noise import Noise
 from .overrides import config_of
 from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
 from .routers import Routers
+from .text_part import Whole, build_whole, causal_class, is_tied, published_config, whole_of
 
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
@@ -44,6 +47,7 @@ class CausalLM(nn.Module):
         logits: Logits = PRODUCTS,
         *,
         in_mxfp4: bool = False,
+        whole: Whole | None = None,
     ) -> None:
         super().__init__()
         self.logits = logits
@@ -60,6 +64,8 @@ class CausalLM(nn.Module):
         """That the model came in, and is exported in; it is trained in another one, or not, whatever this is."""
         self.in_mxfp4 = in_mxfp4
         """Whether its files have experts in that, and not in ``stored_dtype``."""
+        self.whole = whole
+        """The model that this is the text part of; None of a model of text alone."""
 
     def forward(
         self,
@@ -142,11 +148,15 @@ class CausalLM(nn.Module):
                 trained.append(places.get(parameter, outside))
         return min(trained, default=0)
 
+    def module_of_whole(self, name: str) -> str:
+        """What the module or parameter ``name`` is called in the model that is published."""
+        return name if self.whole is None else self.whole.modules.outside(name)
+
     @property
     def names(self) -> Names:
         """The canonical names of this architecture."""
         model: Any = self.huggingface
-        return Names.of(model.config)
+        return Names.of(model.config, self.whole.files if self.whole else None)
 
 
 def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> CausalLM:
@@ -155,21 +165,43 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     Raises ``ModelError`` for a folder without a config and for architectures whose numbers would not be exact,
     ``ConfigError`` for overrides that do not go with the model.
     """
-    from transformers import AutoModelForCausalLM
-
     if not (path / "config.json").is_file():
         adapters = (path / EXPORT_ADAPTER_CONFIG).is_file()
         hint = ", and the adapters that are here belong into lora.adapterUri" if adapters else ""
         raise ModelError(f"{path} has no config.json: spec.model.uri must name a Hugging Face model folder{hint}")
     try:
+        published = published_config(path)
         config = config_of(path, overrides)
     except ConfigError:
         raise
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
+    if published is None:
+        return _built(config, overrides)
+    _check_is_plain(published, config)
+    try:
+        whole = build_whole(published)
+        config.tie_word_embeddings = is_tied(whole, path)
+    except ModelError:
+        raise
+    except Exception as error:  # packages that are not there, sizes that do not go together
+        raise ModelError(f"a model of type {published.model_type!r} cannot be built: {_sentence(error)}") from error
+    try:
+        model = _built(config, overrides, published)
+    except ModelError as error:
+        raise ModelError(
+            f"of a model of type {published.model_type!r} the text part would be trained, and that is refused: {error}"
+        ) from error
+    model.whole = whole_of(published, whole, model.huggingface, model.logits, path)
+    return model
+
+
+def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None) -> CausalLM:
+    """The model of text that ``config`` describes; ``published`` is the config of which that is a part, if any."""
     packed = _read_as(config)
     # Building it in fp32 writes fp32 into the config.
-    stored_dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    given = config.dtype if published is None else published.dtype or config.dtype
+    stored_dtype = given if given in (torch.bfloat16, torch.float16) else torch.float32
     if packed:
         # What they are read as; an export has plain weights.
         stored_dtype = torch.bfloat16
@@ -177,11 +209,10 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     register()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = _class_for(config, published)(
                 config,
                 attn_implementation=IMPLEMENTATION,
                 dtype=torch.float32,
-                trust_remote_code=False,
                 **kernel_options(config),
             )
     except Exception as error:
@@ -214,6 +245,27 @@ def _of_several_parts(config: Any) -> ModelError:
         f"a model of type {config.model_type!r} is not supported: its config describes several parts "
         f"({', '.join(config.sub_configs)}); choose a model of text alone"
     )
+
+
+def _class_for(config: Any, published: Any) -> Callable[..., Any]:
+    """What builds a model of ``config``, with options as ``from_config`` of transformers has them."""
+    from transformers import AutoModelForCausalLM
+
+    own = None if published is None else causal_class(config)
+    if own is None:
+        return functools.partial(AutoModelForCausalLM.from_config, trust_remote_code=False)
+    return functools.partial(build_of_class, own)
+
+
+def _check_is_plain(published: Any, config: Any) -> None:
+    """Raise ``ModelError`` where ``published``, or ``config`` of its text part, says that files have other weights than
+    plain ones: those that are not trained are carried over into an export as they are, and it has plain ones."""
+    method = _read_as(published) or _read_as(config)
+    if method:
+        raise ModelError(
+            f"a model of type {published.model_type!r}, which has several parts, with a quantization_config "
+            f"(quant_method {method!r}) in its config.json is not supported: name a copy in bf16 in model.uri"
+        )
 
 
 def _read_as(config: Any) -> str:

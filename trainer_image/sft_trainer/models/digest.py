@@ -10,12 +10,14 @@ from sft_trainer.names.canonical import VERSION
 
 from .causal_lm import CausalLM
 from .tensors import whole_boxes
-from .weights import weight_files, weights_layout
+from .weight_files import weight_files
+from .weights import weights_layout
 
 _OF_MODEL = ("config.json", "generation_config.json")
 _OF_TOKENIZER = (
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "merges.txt",
     "special_tokens_map.json",
     "tokenizer.json",

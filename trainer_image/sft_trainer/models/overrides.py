@@ -11,6 +11,7 @@ from sft_api.v1alpha1.model_config import DROPOUTS, ConfigOverrides, RopeParamet
 from sft_trainer.errors import ConfigError
 
 from .positions import follow_the_longest
+from .text_part import published_config
 
 _OF_EVERY_TYPE = ("rope_theta", "partial_rotary_factor")
 """Of the model's own rotary parameters: they say nothing about scaling, and stay."""
@@ -19,41 +20,51 @@ _KNOWN = {*_OF_EVERY_TYPE, "type", *RopeParameters.model_fields}
 
 
 def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
-    """The config of transformers in the folder ``path``, with ``overrides`` in it.
+    """The config of transformers in the folder ``path``, with ``overrides`` in it: of a model of several parts that of
+    its text part.
 
     Raises ``ConfigError`` for overrides that the model has no place for; transformers' own errors for its config.
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    published = published_config(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False) if published is None else published.text_config
     if overrides is None or not overrides.given:
         return config
     values = overrides.given
     _check_names(config, values)
     if "rope_parameters" in values:
         values["rope_parameters"] = _rotary(config, values["rope_parameters"])
-    overridden = AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
+    if published is None:
+        overridden = AutoConfig.from_pretrained(path, trust_remote_code=False, **values)
+    else:
+        overridden = type(config).from_dict(config.to_dict(), **values)
     _check_it_stays(overridden, values)
     if "rope_parameters" in values:
         _check_frequencies(overridden, values["rope_parameters"])
     return overridden
 
 
-def in_words(overrides: ConfigOverrides | None) -> str:
-    """For the card of adapters: how their base is loaded; empty where it is loaded as it is published."""
+def in_words(overrides: ConfigOverrides | None, of_part: bool = False) -> str:
+    """For the card of adapters: how their base is loaded; empty where it is loaded as it is published.
+
+    The overrides are ``of_part`` where they are those of the text part of a model of several.
+    """
     if overrides is None or not overrides.given:
         return ""
     values = overrides.given
     rotary = values.pop("rope_parameters", None)
+    auto, whole = ("AutoModelForMultimodalLM", "whole") if of_part else ("AutoModelForCausalLM", "config")
     # Which model it is stands beside the card: where it lies, and its revision.
     lines = [
         "from peft import PeftConfig, PeftModel",
-        "from transformers import AutoConfig, AutoModelForCausalLM",
+        f"from transformers import AutoConfig, {auto}",
         "",
         'adapters = "."  # the folder of this file',
         "saved = PeftConfig.from_pretrained(adapters)",
         "base, revision = saved.base_model_name_or_path, saved.revision",
-        "config = AutoConfig.from_pretrained(base, revision=revision)",
+        f"{whole} = AutoConfig.from_pretrained(base, revision=revision)",
+        *(["config = whole.text_config"] if of_part else []),
     ]
     if rotary is not None:
         kept = ", ".join(map(repr, _OF_EVERY_TYPE))
@@ -63,7 +74,7 @@ def in_words(overrides: ConfigOverrides | None) -> str:
         ]
     lines += [f"config.{name} = {value!r}" for name, value in values.items()]
     lines += [
-        "model = AutoModelForCausalLM.from_pretrained(base, revision=revision, config=config)",
+        f"model = {auto}.from_pretrained(base, revision=revision, config={whole})",
         "model = PeftModel.from_pretrained(model, adapters)",
     ]
     code = "\n".join(lines)

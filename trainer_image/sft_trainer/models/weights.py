@@ -2,10 +2,9 @@
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,45 +20,21 @@ from . import fp8
 from .causal_lm import CausalLM
 from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
 from .tensors import tied_names, whole_boxes
+from .weight_files import equal_tensors, opened, slices_of, weight_files
 
 _TRAINABLE = ("F64", "F32", "F16", "BF16", DTYPE, fp8.DTYPE)
 """Names of dtypes in safetensors files whose numbers mean what they say, or that are read as what they mean."""
-_ROWS = 1024
-"""Of two weights that are compared, at a time."""
-
-
-def weight_files(path: Path) -> dict[str, Path]:
-    """File of every tensor of the model in ``path``.
-
-    Where there are both one file and an index, it is the one file, as for transformers: what saves anew in a folder
-    removes the old shards, and may leave their index. Raises ``ModelError`` when there are no safetensors files, fewer
-    than the index names, or some elsewhere.
-    """
-    single = path / "model.safetensors"
-    if single.is_file():
-        with opened(single) as reader:
-            return dict.fromkeys(reader.keys(), single)
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = {name: path / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(f"{index} is not an index of weights ({error!r}): fetch the model again") from error
-        outside = next((file for file in files.values() if not _is_below(path, file)), None)
-        if outside is not None:
-            raise ModelError(f"{index} names {outside}, which is not in the folder of the model: fetch the model again")
-        missing = sorted({file.name for file in files.values() if not file.is_file()})
-        if missing:
-            raise ModelError(f"the model is incomplete: {path} lacks {', '.join(missing)}, named in {index.name}")
-        return files
-    raise ModelError(
-        f"{path} has no model.safetensors: only safetensors weights are read (save with save_pretrained to convert)"
-    )
-
-
-def _is_below(folder: Path, file: Path) -> bool:
-    """Whether ``file`` is called as one in ``folder``; the hub library's files are links."""
-    return file.is_relative_to(folder) and ".." not in file.relative_to(folder).parts
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Those of tensors that are carried over as they are."""
 
 
 def load_weights(
@@ -96,9 +71,8 @@ def check_tied(model: CausalLM, path: Path) -> None:
     huggingface: Any = model.huggingface
     files = weight_files(path)
     for second, first in tied_names(huggingface).items():
-        shape = tuple(huggingface.get_parameter(first).shape)
-        here, there = (model.names.parts(name, shape)[0].name for name in (first, second))
-        if here in files and there in files and not _equal(files[here], here, files[there], there):
+        here, there = (model.names.stored(name) for name in (first, second))
+        if here in files and there in files and not equal_tensors(files[here], here, files[there], there):
             raise ModelError(
                 f"{path}/config.json says that {there!r} is {here!r} (tie_word_embeddings), but the files of weights "
                 "have other values for it: set tie_word_embeddings to false in config.json, or name a model without "
@@ -113,27 +87,63 @@ def unread_tensors(model: CausalLM, path: Path) -> list[str]:
     ``model`` has no adapters yet.
     """
     huggingface: Any = model.huggingface
-    files, names = weight_files(path), model.names
-    wanted = {tensor.name for box in whole_boxes(model) for tensor in names.hub(box.name, box.shape)}
-    read = {stored for name in wanted for stored in _stored_names(name, names, files)}
-    tied = {names.parts(name, (1,))[0].name for name in tied_names(huggingface)}
     computed = {name.rpartition(".")[2] for name, _ in huggingface.named_non_persistent_buffers()}
     patterns = passed_over(huggingface)
-    return sorted(
+    return [
         name
-        for name in files.keys() - read - tied
-        if name.rpartition(".")[2] not in computed and not any(re.search(pattern, name) for pattern in patterns)
-    )
+        for name in _unread(model, weight_files(path))
+        if (model.whole is None or model.whole.files.has(name))
+        and name.rpartition(".")[2] not in computed
+        and not any(re.search(pattern, name) for pattern in patterns)
+    ]
 
 
-def _equal(file: Path, name: str, other_file: Path, other_name: str) -> bool:
-    """Whether these two tensors have the same values; of large ones some rows at a time."""
-    with opened(file) as reader, opened(other_file) as other_reader:
-        here, there = _slices(reader, name, file), _slices(other_reader, other_name, other_file)
-        if here.get_shape() != there.get_shape():
-            return False
-        blocks = (slice(start, start + _ROWS) for start in range(0, here.get_shape()[0], _ROWS))
-        return all(torch.equal(here[rows].double(), there[rows].double()) for rows in blocks)
+def _unread(model: CausalLM, files: Mapping[str, Path]) -> list[str]:
+    """Names of the tensors in ``files`` that nothing of ``model`` is filled from, nor is tied to what is; sorted."""
+    names = model.names
+    wanted = {tensor.name for box in whole_boxes(model) for tensor in names.hub(box.name, box.shape)}
+    read = {stored for name in wanted for stored in _stored_names(name, names, files)}
+    return sorted(files.keys() - read - {names.stored(name) for name in tied_names(model.huggingface)})
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """What the files of a whole model have besides the tensors of its text part."""
+
+    others: tuple[tuple[str, tuple[int, ...], torch.dtype], ...] = ()
+    """Name, shape and dtype of each tensor of other parts, in order of their names."""
+    tied: frozenset[str] = frozenset()
+    """Second names of tied weights that are there too, by their names in the module of the text part."""
+
+
+def untrained_tensors(model: CausalLM, path: Path) -> Untrained:
+    """Those in ``path`` where ``model``, without adapters, is a part of a whole one; of other models none."""
+    if model.whole is None:
+        return Untrained()
+    files, others = weight_files(path), []
+    for file, names in itertools.groupby(sorted(_unread(model, files), key=lambda name: files[name]), files.get):
+        assert file is not None  # noqa: S101 - they are keys of it
+        with opened(file) as reader:
+            for name in names:
+                stored = slices_of(reader, name, file)
+                dtype = _DTYPES.get(stored.get_dtype())
+                if dtype is None:
+                    raise ModelError(
+                        f"tensor {name!r} is stored as {stored.get_dtype()}, which cannot be carried over into an "
+                        "export: give the model in bf16 or fp32"
+                    )
+                others.append((name, tuple(stored.get_shape()), dtype))
+    tied = (name for name in tied_names(model.huggingface) if model.names.stored(name) in files)
+    return Untrained(tuple(sorted(others)), frozenset(tied))
+
+
+def copy_tensors(boxes: Sequence[Box], path: Path) -> None:
+    """Fill ``boxes``, called as tensors in ``path``, with what lies there, whatever it is."""
+    files = weight_files(path)
+    for box in boxes:
+        with opened(files[box.name]) as reader:
+            stored = slices_of(reader, box.name, files[box.name])
+            box.write(stored[box.place.within(Rectangle.whole(box.shape))] if box.shape else stored[...])
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
         with ExitStack() as stack:
             reader_of = functools.cache(lambda file, stack=stack: stack.enter_context(opened(file)))
             for name in held_names:
-                slices = {each: _slices(reader_of(files[each]), each, files[each]) for each in stored[name]}
+                slices = {each: slices_of(reader_of(files[each]), each, files[each]) for each in stored[name]}
                 reader = _weight(name, slices)
                 for box, index in needed[name]:
                     source = _Source(name, reader, box, index)
@@ -222,15 +232,6 @@ def _weight(name: str, slices: Mapping[str, Any]) -> Any:
     return fp8.ScaledSlices(name, *slices.values()) if name in slices else PackedSlices(name, *slices.values())
 
 
-def _slices(reader: Any, name: str, file: Path) -> Any:
-    from safetensors import SafetensorError
-
-    try:
-        return reader.get_slice(name)
-    except SafetensorError as error:
-        raise ModelError(f"{file} does not hold tensor {name!r}, as the index says: fetch the model again") from error
-
-
 def _check_header(source: _Source) -> None:
     shape = tuple(source.stored.get_shape())
     if shape != source.shape:
@@ -240,19 +241,6 @@ def _check_header(source: _Source) -> None:
             f"tensor {source.name!r} is stored as {source.stored.get_dtype()}: quantised weights cannot be trained, "
             "give the model in bf16 or fp32"
         )
-
-
-@contextmanager
-def opened(file: Path) -> Iterator[Any]:
-    """A reader of the safetensors ``file``; raises ``ModelError`` for one that is not whole."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        reader = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a whole safetensors file ({error}): fetch the model again") from error
-    with reader:
-        yield reader
 
 
 @torch.no_grad()

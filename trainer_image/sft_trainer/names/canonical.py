@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from .places import Place
 from .rules import RULES, Rules
 
 VERSION = 1
@@ -35,15 +36,19 @@ class HubTensor:
 class Names:
     """Translates names of one architecture: ``Names.of(config)``."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, place: Place | None = None) -> None:
         self._rules = rules
+        self._place = place
         projections = "|".join(re.escape(name) for names in rules.experts.values() for name in names)
         self._stacked = re.compile(rf"(?P<experts>.*\.experts)\.(?P<projection>{projections})\.weight")
 
     @classmethod
-    def of(cls, config: Any) -> "Names":
-        """Of the architecture that ``config``, of transformers, describes."""
-        return cls(RULES.get(config.model_type, Rules()))
+    def of(cls, config: Any, place: Place | None = None) -> "Names":
+        """Of the architecture that ``config``, of transformers, describes.
+
+        Where such a model is a part of another one ``place`` is what it is called in the files of that.
+        """
+        return cls(RULES.get(config.model_type, Rules()), place)
 
     def parts(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
         """The canonical tensors in ``parameter``, of the Hugging Face model, of ``shape``: they tile it.
@@ -84,7 +89,13 @@ class Names:
         """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
         found = self._stacked.fullmatch(name) if self._rules.experts else None
         if found is None:
-            return [HubTensor(name, None)]
-        return [
-            HubTensor(f"{found['experts']}.{expert}.{found['projection']}.weight", expert) for expert in range(shape[0])
-        ]
+            return [HubTensor(self._in_files(name), None)]
+        experts = self._in_files(found["experts"])
+        return [HubTensor(f"{experts}.{expert}.{found['projection']}.weight", expert) for expert in range(shape[0])]
+
+    def stored(self, parameter: str) -> str:
+        """The name in hub files of ``parameter``, of the Hugging Face model, which is one tensor there."""
+        return self._in_files(self.parts(parameter, (1,))[0].name)
+
+    def _in_files(self, name: str) -> str:
+        return name if self._place is None else self._place.outside(name)

@@ -20,7 +20,6 @@ from sft_trainer.models.compiling import failed_to_compile, of_the_machine
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.noise import Noise
 from sft_trainer.models.tensors import stored_tensors
-from sft_trainer.names.canonical import Names
 from sft_trainer.optim import build_optimizer, set_updates, update, updates
 from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.topology import Topology
@@ -67,7 +66,7 @@ class FsdpStrategy:
         self._offloads = offloads(config.spec)
         self._topology = topology
         huggingface: Any = blueprint.huggingface
-        self._names = Names.of(huggingface.config)
+        self._names = blueprint.names
         self._base = {
             part.name
             for name, tensor in stored_tensors(blueprint)

@@ -56,6 +56,12 @@ def _refused(megatron: MegatronSpec, blueprint: CausalLM, trainable: Trainable) 
     names = [name for name, _ in huggingface.named_parameters()]
     if not all(map(trainable.trains, names)):
         yield "adapters, nor weights that are not trained", "leave lora and training.trainableModules out"
+    if blueprint.whole is not None:
+        kind = blueprint.whole.config.model_type
+        yield (
+            f"the text part of a model of several ({kind!r}, of which {huggingface.config.model_type!r})",
+            ("choose a model of text alone"),
+        )
     if draws_random_numbers(blueprint):
         own = [name for name in DROPOUTS if getattr(huggingface.config, name, None)]
         yield "dropout", f"set {' and '.join(own)} to 0 in model.configOverrides" if own else "choose another model"

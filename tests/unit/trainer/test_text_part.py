@@ -1,0 +1,327 @@
+"""Models of images and texts: their text part is trained, and the whole of them is exported."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+
+from sft_api.v1alpha1 import LoraSpec
+from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.export.alone import exported_alone
+from sft_trainer.export.forms import Adapters
+from sft_trainer.first_adapters import FirstAdapters
+from sft_trainer.models.attention import Boundaries
+from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.digest import base_digest
+from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.weights import unread_tensors
+from sft_trainer.trainable import trainable_of
+from tests.exports import export, exported
+from tests.parity.runs import manifest as job
+from tests.parity.runs import resolve
+from tests.tensors import gathered
+from tests.unit.trainer.exporting import SMALL, checkpoint, trained
+from tests.unit.trainer.test_lora import filled, strategy
+from tests.unit.trainer.test_models import LENGTHS, build
+from tests.whole_models import KINDS, change_config, rename, save_whole, whole_config
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+IDS = torch.randint(3, 120, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+DOCUMENTS = IDS.split(LENGTHS)
+LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
+
+
+def packed_loss(model: CausalLM) -> torch.Tensor:
+    """Of all three documents in one micro-batch."""
+    starts = (0, LENGTHS[0], LENGTHS[0] + LENGTHS[1])
+    targets = torch.cat([torch.arange(s, s + n - 1) for s, n in zip(starts, LENGTHS, strict=True)])
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    loss: torch.Tensor = model(IDS, positions, Boundaries.of(LENGTHS), targets, IDS[targets + 1], 1.0)[0]
+    return loss
+
+
+def loss_of(whole: Any) -> torch.Tensor:
+    """The same by transformers' own model, one document after the other."""
+    losses = [cross_entropy(whole(input_ids=d[None]).logits[0, :-1], d[1:], reduction="sum") for d in DOCUMENTS]
+    return torch.stack(losses).sum()
+
+
+def loaded(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("mistral3", {"model_type": "ministral3"}),
+        (
+            "internvl",
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        ),
+    ],
+)
+def test_loss_and_gradients_equal_those_of_the_whole_model(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
+    reference = save_whole(kind, tmp_path, **text)
+    ours = build(tmp_path)
+    model: CausalLM = ours.model
+
+    loss = packed_loss(model)
+    loss.backward()
+    ours.grad_norm()
+    expected = loss_of(reference)
+    expected.backward()
+
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
+    found = {model.module_of_whole(name): gathered(p.grad) for name, p in model.huggingface.named_parameters()}
+    assert found.keys() == wanted.keys()
+    size = torch.nn.utils.get_total_norm(wanted.values())
+    for name, gradient in wanted.items():
+        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-8 * size, name
+
+
+# As transformers names its modules; of the other kinds the files that it saves are called so already.
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_files_may_name_the_text_part_as_any_version_does(tmp_path: Path, kind: str) -> None:
+    save_whole(kind, tmp_path)
+    before = packed_loss(build(tmp_path).model)
+    rename(tmp_path, "language_model.lm_head", "lm_head")
+    rename(tmp_path, "language_model.model", "model.language_model")
+
+    ours = build(tmp_path)
+
+    assert torch.equal(packed_loss(ours.model), before)
+    assert unread_tensors(build_on_meta(tmp_path), tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
+    # Given a published model in bf16, with what belongs to its images, in a few files
+    source, out = tmp_path / "model", tmp_path / "out"
+    save_whole(kind, source, torch.bfloat16)
+    weights = load_file(source / "model.safetensors")
+    weights["vision_tower.calls"] = torch.tensor(3)
+    weights["vision_tower.unused"] = torch.tensor([float("nan"), 1.0])
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    (source / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    ours, store = trained(source), LocalStore(tmp_path / "store")
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+
+    # When its text part was trained, and is exported
+    export(exported(store, manifest, source), LocalStore(out), file_bytes=SMALL)
+
+    # Then the files are those of the whole: what was not trained to the last bit
+    found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert {name: (value.dtype, value.shape) for name, value in found.items()} == {
+        name: (value.dtype, value.shape) for name, value in weights.items()
+    }
+    place = build_on_meta(source).whole.files  # type: ignore[union-attr]
+    for name, value in weights.items():
+        same = (
+            torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) if value.shape else found[name] == value
+        )
+        assert same == (not place.has(name)), name
+    assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (out / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
+    # And it makes of texts what was trained, and of images what it did
+    rounded = ours.model.to(torch.bfloat16).float()
+    whole = loaded(out)
+    torch.testing.assert_close(loss_of(whole), packed_loss(rounded), rtol=1e-5, atol=0)
+    before = loaded(source)
+    pictures = images_of(kind)
+    found_pieces, pieces = features(whole, pictures), features(before, pictures)
+    assert pieces
+    assert all(map(torch.equal, found_pieces, pieces))
+
+
+def images_of(kind: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    if kind.startswith("qwen"):
+        pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    sizes = {"image_sizes": torch.tensor([[16, 16]])} if kind == "mistral3" else {}
+    return {"pixel_values": torch.randn(1, 3, 16, 16, generator=generator), **sizes}
+
+
+@torch.no_grad()
+def features(whole: Any, images: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What ``whole`` makes of ``images`` for its text part."""
+    found = whole.get_image_features(**images)
+    pieces = found if isinstance(found, list | tuple) else found.pooler_output
+    pieces = [*pieces] if isinstance(pieces, list | tuple) else [pieces]
+    return [piece for piece in pieces if isinstance(piece, torch.Tensor)]
+
+
+def test_an_export_alone_fetches_the_whole_model(tmp_path: Path) -> None:
+    source, store = tmp_path / "model", LocalStore(tmp_path / "store")
+    save_whole("gemma3", source)
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / "config.json").write_bytes((source / "config.json").read_bytes())
+    from tests.parity.mask_tokenizers import chat_tokenizer
+
+    for folder in (source, tokens):
+        chat_tokenizer("chatml").save_pretrained(folder)
+    manifest = checkpoint(trained(source), store, base_digest=base_digest(build_on_meta(source), source))
+    fetched = list[str]()
+
+    def fetch(uri: str, kind: str) -> Path:
+        fetched.append(kind)
+        return source if kind == "model" else tokens
+
+    config = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}))
+    what = exported_alone(config, config.spec.model, store, manifest, fetch, pytest.fail)
+    export(what, LocalStore(tmp_path / "out"))
+
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    assert fetched == ["tokenizer", "model", "model"]
+
+
+def test_the_weights_of_other_parts_come_from_the_model_that_was_trained_and_no_other(tmp_path: Path) -> None:
+    source, store = tmp_path / "model", LocalStore(tmp_path / "store")
+    save_whole("gemma3", source)
+    manifest = checkpoint(trained(source), store, base_digest="0" * 64)
+
+    with pytest.raises(ConfigError, match=r"lacks 34 tensors.*they would come from model\.uri"):
+        export(exported(store, manifest, source), LocalStore(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path: Path, kind: str) -> None:
+    from peft import PeftModel
+
+    source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
+    save_whole(kind, source)
+    ours = filled(strategy(source, LORA))
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    spec = LoraSpec.model_validate(LORA)
+    what = replace(exported(store, manifest, source), adapters=Adapters(spec, "adapter", f"file://{source}"))
+
+    export(what, LocalStore(out))
+
+    with safe_open(out / "adapter_model.safetensors", "pt") as reader:
+        assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in [*reader.keys()]
+    with_peft = PeftModel.from_pretrained(loaded(source), str(out))
+    torch.testing.assert_close(loss_of(with_peft), packed_loss(ours.model), rtol=1e-5, atol=0)
+    adapted = {name.partition(".lora_A")[0] for name, _ in with_peft.named_parameters() if ".lora_A" in name}
+    assert all(".language_model." in name for name in adapted)
+    assert len(adapted) == 14
+    # And a run that begins with them has them
+    config = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=LORA))
+    blueprint = build_on_meta(source)
+    add_adapters(blueprint.huggingface, spec)
+    again = strategy(source, LORA)
+    FirstAdapters.of(out, "file:///out", spec, blueprint, trainable_of(config)).fill(again.boxes("trained"))
+    assert torch.equal(packed_loss(again.model), packed_loss(ours.model))
+
+
+def test_adapters_in_the_weights_are_in_those_of_the_whole(tmp_path: Path) -> None:
+    source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
+    save_whole("mistral3", source)
+    ours = filled(strategy(source, LORA))
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    adapters = Adapters(LoraSpec.model_validate(LORA), "model", f"file://{source}")
+
+    export(replace(exported(store, manifest, source), adapters=adapters), LocalStore(out))
+
+    torch.testing.assert_close(loss_of(loaded(out)), packed_loss(ours.model), rtol=1e-5, atol=0)
+    before, after = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert len(changed) == 14
+    assert all(name.startswith("language_model.model.layers.") for name in changed)
+
+
+# The first as the class of Mistral 3 has it where config.json does not say it, though its files have a head.
+@pytest.mark.parametrize(("said", "same", "tied"), [(None, False, False), (None, True, True), (False, True, False)])
+def test_what_is_tied_is_what_transformers_ties(tmp_path: Path, said: bool | None, same: bool, tied: bool) -> None:
+    source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
+    save_whole("mistral3", source)
+    weights = load_file(source / "model.safetensors")
+    if same:
+        weights["language_model.lm_head.weight"] = weights["language_model.model.embed_tokens.weight"].clone()
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    change_config(source, tie_word_embeddings=said)
+
+    ours = trained(source)
+
+    whole = loaded(source)
+    assert (whole.get_output_embeddings().weight is whole.get_input_embeddings().weight) == tied
+    huggingface = ours.model.huggingface
+    assert (huggingface.get_output_embeddings().weight is huggingface.get_input_embeddings().weight) == tied
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    export(exported(store, manifest, source), LocalStore(out))
+    assert load_file(out / "model.safetensors").keys() == weights.keys()
+    torch.testing.assert_close(loss_of(loaded(out)), packed_loss(ours.model), rtol=1e-5, atol=0)
+
+
+def test_overrides_are_those_of_the_text_part_in_the_export_too(tmp_path: Path) -> None:
+    source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
+    save_whole("mistral3", source)
+    given = {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "attention_dropout": 0.25}
+    overrides = ConfigOverrides.model_validate(given)
+    model = build_on_meta(source, overrides)
+    huggingface: Any = model.huggingface
+    assert huggingface.config.rope_parameters["factor"] == 2.0
+    manifest = checkpoint(trained(source), store, base_digest=base_digest(build_on_meta(source), source))
+
+    export(exported(store, manifest, source, model), LocalStore(out))
+
+    written = loaded(out).config
+    assert written.text_config.rope_parameters["factor"] == 2.0
+    assert written.text_config.attention_dropout == 0.25
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+    changed = {name for name in after["text_config"] if after["text_config"][name] != before["text_config"].get(name)}
+    assert changed == given.keys()
+    assert {**after, "text_config": None} == {**before, "text_config": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (
+            "internvl",
+            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            "of a model of type 'internvl' the text part would be trained, and that is refused: a model of type "
+            "'lfm2' is not supported: it has layers of type conv",
+        ),
+        ("internvl", {"model_type": "cohere2", "logit_scale": 0.25}, "'internvl' .*makes something else of a text"),
+    ],
+)
+def test_what_is_refused_of_a_text_part_is_refused_of_the_whole(
+    tmp_path: Path, kind: str, text: dict[str, Any], words: str
+) -> None:
+    whole_config(kind, **text).save_pretrained(tmp_path)
+
+    with pytest.raises(ModelError, match=words):
+        build_on_meta(tmp_path)
+
+
+def test_quantised_ones_are_refused(tmp_path: Path) -> None:
+    save_whole("mistral3", tmp_path)
+    change_config(tmp_path, quantization_config={"quant_method": "fp8"})
+
+    with pytest.raises(ModelError, match=r"'mistral3' with a quantization_config \(quant_method 'fp8'\)"):
+        build_on_meta(tmp_path)
+
+
+def test_tensors_of_the_text_part_that_are_not_read_are_told_and_no_others(tmp_path: Path) -> None:
+    save_whole("gemma3", tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    change_config(tmp_path, text_config={**text, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]})
+
+    unread = unread_tensors(build_on_meta(tmp_path), tmp_path)
+
+    assert unread
+    assert all(name.startswith("language_model.model.layers.1.") for name in unread)

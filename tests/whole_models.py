@@ -1,0 +1,95 @@
+"""Small models of several parts, saved as they are published: the text part of them is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.architectures import SMALL
+
+IMAGE = 127
+"""The token that stands for a piece of an image."""
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_QWEN_TOKENS = {"vision_start_token_id": 125, "vision_end_token_id": 126, "video_token_id": 124}
+_PARTS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**SMALL, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {**_VISION, "image_size": 16, "patch_size": 4},
+        "mm_tokens_per_image": 4,
+    },
+    "mistral3": {
+        "text_config": {**SMALL, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+    "internvl": {
+        "text_config": {**SMALL, "model_type": "qwen2"},
+        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "tie_word_embeddings": False,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**SMALL, "rope_parameters": _ROTARY},
+        "vision_config": {**_QWEN, "fullatt_block_indexes": [0], "window_size": 16},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_vl": {
+        "text_config": {**SMALL, "rope_parameters": _ROTARY},
+        "vision_config": {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
+}
+KINDS = tuple(_PARTS)
+
+
+def whole_config(kind: str, **text: Any) -> Any:
+    """Of a small model; ``text`` are fields of its text part that shall differ."""
+    from transformers import AutoConfig
+
+    parts = _PARTS[kind]
+    usual = vars(AutoConfig.for_model(kind))
+    name = "image_token_id" if "image_token_id" in usual else "image_token_index"
+    return AutoConfig.for_model(kind, **{**parts, name: IMAGE, "text_config": {**parts["text_config"], **text}})
+
+
+def save_whole(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text: Any) -> Any:
+    """A small model with random weights, in ``path`` as transformers saves it in ``dtype``; itself in fp32."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(1)
+    config = whole_config(kind, **text)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Norm weights of one would hide a mix-up of them.
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+            parameter.copy_(parameter.to(dtype))
+    model.to(dtype).save_pretrained(path)
+    return model.float()
+
+
+def rename(path: Path, before: str, after: str) -> None:
+    """Call tensors in ``path`` whose names begin with ``before`` so that they begin with ``after``."""
+    file = path / "model.safetensors"
+    tensors = {
+        after + name.removeprefix(before) if name.startswith(before) else name: value
+        for name, value in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+
+
+def change_config(path: Path, **fields: Any) -> None:
+    """Set ``fields`` of config.json in ``path``; those that are None are taken out."""
+    file = path / "config.json"
+    config = {**json.loads(file.read_text()), **fields}
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
