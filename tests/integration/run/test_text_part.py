@@ -1,0 +1,82 @@
+"""Runs on a model of images and texts: its text part is trained, and what they export is the whole model."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.exports import content
+from tests.integration.run.runs import Place
+from tests.integration.run.test_export import sft_export
+from tests.integration.run.test_good_runs import evaluation_of
+from tests.whole_models import save_whole
+
+
+@pytest.fixture
+def model(place: Place) -> Path:
+    """Small, with the tokenizer of the tiny model, whose chat template is where older models of images have it."""
+    folder = place.folder / "model"
+    sizes = json.loads((place.inputs.model / "config.json").read_text())
+    save_whole("gemma3", folder, vocab_size=sizes["vocab_size"])
+    for file in place.inputs.model.iterdir():
+        if "token" in file.name:
+            shutil.copy(file, folder)
+    from transformers import AutoTokenizer
+
+    template = AutoTokenizer.from_pretrained(place.inputs.model).chat_template
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
+def sections(place: Place, model: Path) -> dict[str, Any]:
+    return {
+        "model": {"uri": f"file://{model}"},
+        "data": {
+            "train": [{"uri": f"file://{place.inputs.train}", "split": "train[:60]"}],
+            "eval": [{"uri": f"file://{place.inputs.eval}", "name": "held-out"}],
+        },
+        "export": {"atEnd": True},
+    }
+
+
+def test_the_text_part_is_trained_and_the_whole_model_exported(place: Place, model: Path) -> None:
+    # Given a run of two processes
+    ended = place.run(place.job(**sections(place, model)), "--processes", "2")
+    assert ended.code == 0, ended.said
+
+    # Then plain transformers finds in the whole model the loss that the run has measured
+    export = place.store() / "export"
+    rows = [json.loads(line) for line in place.inputs.eval.read_text().splitlines()]
+    loss, _ = evaluation_of(export, rows, 256)
+    assert loss == pytest.approx(ended.status["progress"]["evalLoss"], rel=1e-5)
+    before, after = load_file(model / "model.safetensors"), load_file(export / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.startswith("language_model.")}
+    assert {"preprocessor_config.json", "chat_template.jinja"} <= {file.name for file in export.iterdir()}
+
+    # And so it is when it is exported later
+    at_end = content(export)
+    shutil.rmtree(export)
+    later = sft_export(place)
+    assert later.returncode == 0, later.stderr
+    assert content(export) == at_end
+
+
+def test_adapters_beside_the_text_part_are_those_of_the_whole_model(place: Place, model: Path) -> None:
+    lora = {"rank": 4, "alpha": 8, "targetModules": ["q_proj", "down_proj"]}
+    ended = place.run(place.job(lora=lora, **sections(place, model)))
+    assert ended.code == 0, ended.said
+
+    # transformers loads the model that they are beside, and has peft put them there
+    rows = [json.loads(line) for line in place.inputs.eval.read_text().splitlines()]
+    loss, _ = evaluation_of(place.store() / "export", rows, 256)
+    assert loss == pytest.approx(ended.status["progress"]["evalLoss"], rel=1e-5)
