@@ -1,7 +1,8 @@
 """Shapes of models that many people start from, by their names on the hub: so a plan is made where nobody can look.
 
 The figures are those of each model's config.json; tests count the parameters that follow from them and compare with
-the published number. A model that is tuned from another one keeps its shape: names of both stand in one row.
+the published number. A model that is tuned from another one keeps its shape: names of both stand in one row. Of a
+model of images and texts a row is its text part.
 """
 
 from collections.abc import Mapping
@@ -93,7 +94,9 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     ),
     (
         ("mistral", 5120, 40, 32, 8, 128, 32768, 131072, False),
-        "mistralai/Mistral-Small-24B-Base-2501 mistralai/Mistral-Small-24B-Instruct-2501",
+        "mistralai/Mistral-Small-24B-Base-2501 mistralai/Mistral-Small-24B-Instruct-2501 "
+        "mistralai/Mistral-Small-3.1-24B-Base-2503 mistralai/Mistral-Small-3.1-24B-Instruct-2503 "
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
     ),
     (
         ("phi3", 3072, 32, 32, 32, 96, 8192, 32064, False),
@@ -114,6 +117,9 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
         "allenai/OLMo-2-1124-13B-Instruct",
     ),
     (("gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, True), "google/gemma-3-1b-pt google/gemma-3-1b-it"),
+    (("gemma3_text", 2560, 34, 8, 4, 256, 10240, 262208, True), "google/gemma-3-4b-pt google/gemma-3-4b-it"),
+    (("gemma3_text", 3840, 48, 16, 8, 256, 15360, 262208, True), "google/gemma-3-12b-pt google/gemma-3-12b-it"),
+    (("gemma3_text", 5376, 62, 32, 16, 128, 21504, 262208, True), "google/gemma-3-27b-pt google/gemma-3-27b-it"),
 )
 _IN_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 _OF_EXPERTS: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
@@ -171,7 +177,9 @@ _POSITIONS = {
     "meta-llama/Meta-Llama-3.1-8B-Instruct meta-llama/Llama-3.1-70B meta-llama/Llama-3.1-70B-Instruct "
     "meta-llama/Meta-Llama-3.1-70B meta-llama/Meta-Llama-3.1-70B-Instruct meta-llama/Llama-3.2-1B "
     "meta-llama/Llama-3.2-1B-Instruct meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct "
-    "meta-llama/Llama-3.3-70B-Instruct openai/gpt-oss-20b openai/gpt-oss-120b",
+    "meta-llama/Llama-3.3-70B-Instruct openai/gpt-oss-20b openai/gpt-oss-120b "
+    "google/gemma-3-4b-pt google/gemma-3-4b-it google/gemma-3-12b-pt google/gemma-3-12b-it google/gemma-3-27b-pt "
+    "google/gemma-3-27b-it",
     262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
     "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
 }

@@ -23,6 +23,8 @@ from sft_api.model_shape import FAMILIES, ModelShape, shape_of, uncounted
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
 
+_VISION_OF_GEMMA = 416_866_032
+"""Parameters of SigLIP So400m with 4,096 patches, by its published sizes."""
 PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
@@ -62,9 +64,17 @@ PUBLISHED = {
     "allenai/OLMo-2-1124-7B": 7_298_617_344,
     "allenai/OLMo-2-1124-13B": 13_716_198_400,
     "google/gemma-3-1b-pt": 999_885_952,
+    **{
+        f"google/gemma-3-{name}-pt": published - _VISION_OF_GEMMA - width * 1152 - 1152
+        for name, published, width in (
+            ("4b", 4_300_079_472, 2560),
+            ("12b", 12_187_325_040, 3840),
+            ("27b", 27_432_406_640, 5376),
+        )
+    },
 }
-"""Parameters as the hub counts them in the models' files, tied ones once; of gpt-oss as its authors do (20.91B and
-116.83B, arXiv 2508.10925), whose files have two values in a byte."""
+"""Parameters as the hub counts them in the models' files, tied ones once, and those for images left out; of gpt-oss as
+its authors do (20.91B and 116.83B, arXiv 2508.10925), whose files have two values in a byte."""
 EIGHT_BILLION = "hf://meta-llama/Llama-3.1-8B"
 
 
@@ -142,6 +152,25 @@ def test_a_config_that_says_little_is_read_with_the_defaults_of_its_family() -> 
     assert with_bias is not None
     # Queries, keys, values and the output
     assert with_bias.block_parameters - llama.block_parameters == 896 + 2 * 128 + 896
+
+
+def test_of_a_model_of_images_and_texts_the_text_part_is_counted() -> None:
+    # As Gemma 3 4B is published: what its class has anyway is not said
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    gemma = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}
+
+    assert shape_of(gemma) == shape("hf://google/gemma-3-4b-it")
+    assert uncounted(gemma) == ""
+    assert (
+        uncounted({**gemma, "text_config": {**text, "hidden_size": 0}})
+        == "whose config.json has no size in hidden_size"
+    )
+    # The whole says whether embedding and head are one
+    small = known_configs()["mistralai/Mistral-Small-3.1-24B-Instruct-2503"]
+    mistral = {"model_type": "mistral3", "text_config": {**small, "tie_word_embeddings": True}}
+    assert shape_of({**mistral, "tie_word_embeddings": False}) == shape_of(small)
+    other = {"model_type": "other", "text_config": {"model_type": "other_text"}}
+    assert uncounted(other) == "of whose type 'other_text' there is no formula"
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,27 @@ def test_those_of_the_manifest_are_taken(tmp_path: Path) -> None:
     assert files.problem(lora(targetModules=["all-linear"], excludeModules=["k_proj"], dropout=0.5)) == ""
 
 
+# As transformers calls the modules of models of images and texts, and as it did before.
+@pytest.mark.parametrize("decoder", ["model.language_model", "language_model.model", "model.text_model"])
+def test_adapters_of_a_whole_model_are_those_of_its_text_part(tmp_path: Path, decoder: str) -> None:
+    named = {name: name.replace("model.", f"{decoder}.", 1) for name in Q_AND_V}
+    first = named[Q_AND_V[0]]
+
+    files = PeftFiles.read(
+        adapters_in(tmp_path, *named.values(), target_modules=[*named.values()], rank_pattern={f"^{first}": 8})
+    )
+
+    assert [*files.ranks] == [*named]
+    assert files.problem(lora(), LINEAR, Q_AND_V) == ""
+    assert f"targetModules: [{', '.join(sorted(Q_AND_V))}]" in files.problem(lora(rank=4))
+    assert plain_name("base_model.model.language_model.lm_head.weight") == "lm_head.weight"
+    # Of other parts they are no layers of the text part
+    tower = "model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    others = PeftFiles.read(adapters_in(tmp_path / "tower", *Q_AND_V, tower))
+    with pytest.raises(AdapterFilesError, match=f"it has adapters of {tower}, which is no linear layer of this model"):
+        others.problem(lora(), LINEAR, Q_AND_V)
+
+
 @pytest.mark.parametrize(
     ("fields", "on"),
     [

@@ -39,6 +39,26 @@ def test_it_is_what_transformers_reads(tmp_path: Path, family: str) -> None:
     read.check_templates()
 
 
+def test_that_of_a_processor_is_the_template_where_the_tokenizer_has_none(folder: Path) -> None:
+    # As older models of images have it
+    own = (folder / "chat_template.jinja").read_text()
+    beside = folder / "chat_template.json"
+    beside.write_text(json.dumps({"chat_template": PLAIN}))
+    assert load_tokenizer(folder).chat_template == own
+    (folder / "chat_template.jinja").unlink()
+    assert load_tokenizer(folder).chat_template == PLAIN
+    beside.write_text(json.dumps({"chat_template": own}))
+
+    read = read_codec(folder, None)
+
+    assert read is not None
+    assert read.templates == Codec.of(load_tokenizer(folder)).templates == {"default": own}
+    for nothing in ("{", "[]", '{"chat_template": {}}'):
+        beside.write_text(nothing)
+        assert not load_tokenizer(folder).chat_template
+        assert read_codec(folder, None) is None
+
+
 def test_a_template_of_the_manifest_takes_its_place(folder: Path) -> None:
     codec = read_codec(folder, PLAIN)
 
