@@ -38,6 +38,12 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 IDS = torch.randint(3, 120, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = IDS.split(LENGTHS)
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
 
 
@@ -67,10 +73,7 @@ def loaded(folder: Path) -> Any:
     [
         *((kind, {}) for kind in KINDS),
         ("mistral3", {"model_type": "ministral3"}),
-        (
-            "internvl",
-            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        ),
+        ("internvl", EXPERTS),
     ],
 )
 def test_loss_and_gradients_equal_those_of_the_whole_model(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
@@ -113,7 +116,32 @@ def test_files_may_name_the_text_part_as_any_version_does(tmp_path: Path, kind: 
     assert unread_tensors(build_on_meta(tmp_path), tmp_path) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_files_may_have_experts_stacked_as_those_of_whole_models_do(tmp_path: Path) -> None:
+    source, store, out = tmp_path / "model", LocalStore(tmp_path / "store"), tmp_path / "out"
+    save_whole("internvl", source, **EXPERTS)
+    expected = packed_loss(build(source).model)
+    weights = load_file(source / "model.safetensors")
+    for layer in (0, 1):
+        experts = f"language_model.model.layers.{layer}.mlp.experts"
+        gate, up, down = (
+            torch.stack([weights.pop(f"{experts}.{expert}.{name}_proj.weight") for expert in range(4)])
+            for name in ("gate", "up", "down")
+        )
+        weights |= {f"{experts}.gate_up_proj": torch.cat([gate, up], 1), f"{experts}.down_proj": down}
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+
+    ours = build(source)
+
+    assert torch.equal(packed_loss(ours.model), expected)
+    assert unread_tensors(build_on_meta(source), source) == []
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    export(exported(store, manifest, source), LocalStore(out))
+    again = load_file(out / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
 def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
     # Given a published model in bf16, with what belongs to its images, in a few files
     source, out = tmp_path / "model", tmp_path / "out"

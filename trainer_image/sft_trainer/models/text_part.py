@@ -91,7 +91,7 @@ def is_tied(whole: Any, path: Path) -> bool:
     files = _files(path)
     names = {module: name for name, module in whole.named_modules()}
     decoder, _, leaf = names[embedding].rpartition(".")
-    place = place_in_files(Place(("decoder", decoder), ("head", names[head])), f"decoder.{leaf}.weight", files)
+    place = place_in_files(Place(("decoder", decoder), ("head", names[head])), f"decoder.{leaf}.weight", (), files)
     here, there = place.outside(f"decoder.{leaf}.weight"), place.outside("head.weight")
     return not (here in files and there in files) or equal_tensors(files[here], here, files[there], there)
 
@@ -122,7 +122,8 @@ def whole_of(config: Any, whole: Any, text: Any, logits: Logits, path: Path) -> 
         if isinstance(module, nn.Linear) and not modules.has(f"{name}.weight")
     )
     _check_same(whole, text, modules, logits)
-    files = place_in_files(stored, names.stored(f"{embedding}.weight"), _files(path))
+    stacked = [name for name, weight in text.named_parameters() if ".experts." in name and weight.ndim > 2]
+    files = place_in_files(stored, names.stored(f"{embedding}.weight"), stacked, _files(path))
     return Whole(config, modules, files, linear)
 
 

@@ -5,7 +5,7 @@ is part of a checkpoint. A change of what a name means is a new ``VERSION``.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .places import Place
@@ -48,7 +48,8 @@ class Names:
 
         Where such a model is a part of another one ``place`` is what it is called in the files of that.
         """
-        return cls(RULES.get(config.model_type, Rules()), place)
+        rules = RULES.get(config.model_type, Rules())
+        return cls(replace(rules, experts={}) if place is not None and place.stacks_experts else rules, place)
 
     def parts(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
         """The canonical tensors in ``parameter``, of the Hugging Face model, of ``shape``: they tile it.

@@ -1,7 +1,7 @@
 """What the tensors of a model are called where it is a part of another one, such as the text part of one of images."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,6 +12,8 @@ class Place:
     """Its decoder by its own name, and by that which it has in the other: ``model``, ``model.language_model``."""
     head: tuple[str, str]
     """Its head by both."""
+    stacks_experts: bool = False
+    """Whether files have experts stacked, as the modules have them, of which a model by itself has files with each."""
 
     def outside(self, name: str) -> str:
         """What is called ``name``, a module or a tensor, in the other model; other names as they are."""
@@ -30,11 +32,13 @@ _OLDER = (("language_model.model", "language_model.lm_head"), ("model", "lm_head
 reads these still, and calls its modules otherwise."""
 
 
-def place_in_files(modules: Place, embedding: str, files: Collection[str]) -> Place:
+def place_in_files(modules: Place, embedding: str, stacked: Collection[str], files: Collection[str]) -> Place:
     """How ``files``, all tensors of the whole model, name the part that is called as ``modules`` says in the whole.
 
-    ``embedding`` is the tensor of the part that every file has. Where none is known it is as ``modules`` says.
+    ``embedding`` is the tensor of the part that every file has; where none is called so it is as ``modules`` says.
+    ``stacked`` are parameters of the part with all experts of a layer.
     """
     newest = (modules.decoder[1], modules.head[1])
     places = (Place((modules.decoder[0], decoder), (modules.head[0], head)) for decoder, head in (newest, *_OLDER))
-    return next((place for place in places if place.outside(embedding) in files), modules)
+    found = next((place for place in places if place.outside(embedding) in files), modules)
+    return replace(found, stacks_experts=any(found.outside(name) in files for name in stacked))
