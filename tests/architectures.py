@@ -215,8 +215,8 @@ def page() -> str:
         "",
         "Models of images, or sounds, and texts. Their text part is trained, on texts, and the whole model is exported "
         "([how](../design/0034-the-text-part-of-a-model.md)). That a text makes",
-        "the same of it as of the whole is computed at the start of each run, with a small one. The text part may be of "
-        "another type than here.",
+        "the same of it as of the whole is computed at the start of each run, with a small one. The text part may be "
+        "of another type than here.",
         "",
         "| type | class | text part |",
         "|---|---|---|",
