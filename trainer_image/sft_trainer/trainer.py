@@ -384,7 +384,7 @@ class Trainer:
     def _resume(self) -> bool:
         self.reporter.phase(Phase.LOADING, "looking for a checkpoint")
         with of_the_place():
-            manifest = self.saving.resume(self._boxes(), self._check_base)
+            manifest = self.saving.resume(self._boxes(), self._check_own_base)
         if manifest is None:
             return False
         self._base_digest = manifest.run.base_digest
@@ -422,6 +422,12 @@ class Trainer:
             warnings.append(f"the data of now makes {total} steps, and {self.step} are made: the run ends with these")
             self.prepared = replace(self.prepared, total_steps=self.step)
         self.events.emit(Resumed(manifest.id, figures, self.saving.checkpoints, warnings, begins))
+
+    def _check_own_base(self, run: RunState) -> None:
+        """Of a checkpoint of this run: the export has the other parts of the model that it began from, and no other."""
+        if self.prepared.model.blueprint.whole is not None:
+            check_same_base(self.spec.model.uri, run.base_digest, self.prepared.model.digest)
+        self._check_base(run)
 
     def _check_base(self, run: RunState) -> None:
         if not self._saves_all:

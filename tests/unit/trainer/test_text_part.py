@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
+from sft_api.checkpoints import RunState
 from sft_api.model_shape import shape_of
 from sft_api.v1alpha1 import LoraSpec
 from sft_api.v1alpha1.model_config import ConfigOverrides
@@ -25,6 +27,7 @@ from sft_trainer.models.digest import base_digest
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.weights import unread_tensors
 from sft_trainer.trainable import trainable_of
+from sft_trainer.trainer import Trainer
 from tests.exports import export, exported
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
@@ -231,6 +234,22 @@ def test_the_weights_of_other_parts_come_from_the_model_that_was_trained_and_no_
 
     with pytest.raises(ConfigError, match=r"lacks 34 tensors.*they would come from model\.uri"):
         export(exported(store, manifest, source), LocalStore(tmp_path / "out"))
+
+
+def test_a_run_goes_on_beside_the_other_parts_that_it_began_with_and_no_others(tmp_path: Path) -> None:
+    # Found before a step, and not by the export after the last one
+    save_whole("mistral3", tmp_path / "model")
+    ranks: Any = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
+    run: Any = Trainer(resolve(job(tmp_path / "model", tmp_path / "store")), ranks, tmp_path)
+    run._saves_all = True
+    model = SimpleNamespace(blueprint=build_on_meta(tmp_path / "model"), digest="a" * 64)
+    run.prepared = SimpleNamespace(model=model)
+
+    run._check_own_base(RunState(cursor=1, base_digest="a" * 64))
+    with pytest.raises(ConfigError, match="all else comes from the model in"):
+        run._check_own_base(RunState(cursor=1, base_digest="b" * 64))
+    model.blueprint.whole = None
+    run._check_own_base(RunState(cursor=1, base_digest="b" * 64))
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
