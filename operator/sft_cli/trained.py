@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_api.adapters import AdapterError, adapted, adapter_parameters, hint_on_experts, within
 from sft_api.layers import adapted_of
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
+from sft_api.peft_files import in_text_part
 from sft_api.v1alpha1.job import SFTJobSpec
 
 _FILE = "file://"
@@ -21,6 +23,8 @@ _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _FURTHER = "mtp."
 """How names of layers begin that predict further tokens, and stand beside the model."""
+_OTHER_PARTS = ("vision_config", "audio_config")
+"""Fields of the config of a model of several parts."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.(router|gate)(\.(layer|gate|wg))?)\.weight")
@@ -82,7 +86,9 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     """By the headers: linear layers are the matrices within the decoder's layers, and its head."""
     try:
         folder = Path(spec.model.uri.removeprefix(_FILE))
-        shapes, (kind, layers_here) = _shapes(folder), _kind_and_layers(folder)
+        config = _config(folder)
+        shapes, layers_here = _of_text(_shapes(folder), config), _layers(config)
+        kind = str(config.get("model_type"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # sft run says what is wrong with the files
     # Those that predict further tokens stand behind the others (GLM-4.5's) or beside them (Qwen 3.5's), and are not
@@ -157,13 +163,30 @@ def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
     return _OF_A_LAYER.fullmatch(name)
 
 
-def _kind_and_layers(folder: Path) -> tuple[str, float]:
-    """The type of the model in ``folder`` by its config.json, and how many layers it has; infinitely many where that
-    does not say it."""
+def _config(folder: Path) -> dict[str, Any]:
+    """The content of config.json, of a model of several parts with that of its text part over it; nothing without."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    layers = config.get("num_hidden_layers")
-    return str(config.get("model_type")), layers if isinstance(layers, int) else math.inf
+    return {**config, **config.get("text_config", {})}
+
+
+def _layers(config: Mapping[str, Any]) -> float:
+    """How many a model of ``config`` has; infinitely many where that does not say it."""
+    found = config.get("num_hidden_layers")
+    return found if isinstance(found, int) else math.inf
+
+
+def _of_text(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of the tensors ``shapes`` of a model of ``config`` those of its text part, by the names of that by itself."""
+    if not any(name in config for name in _OTHER_PARTS):
+        return dict(shapes)
+    renamed = {name: in_text_part(name) for name in shapes}
+    named_apart = any(renamed[name] != name for name in shapes)
+    return {
+        renamed[name]: shape
+        for name, shape in shapes.items()
+        if renamed[name] != name or name.startswith(_HEADS) or (name.startswith("model.") and not named_apart)
+    }
 
 
 def _files(folder: Path) -> list[Path]:

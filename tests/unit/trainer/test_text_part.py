@@ -16,6 +16,7 @@ from sft_api.checkpoints import RunState
 from sft_api.model_shape import shape_of
 from sft_api.v1alpha1 import LoraSpec
 from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_cli.trained import Trained, measure_trained
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.export.alone import exported_alone
@@ -279,6 +280,19 @@ def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path
     again = strategy(source, LORA)
     FirstAdapters.of(out, "file:///out", spec, blueprint, trainable_of(config)).fill(again.boxes("trained"))
     assert torch.equal(packed_loss(again.model), packed_loss(ours.model))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_sft_counts_what_is_trained_of_the_text_part(tmp_path: Path, kind: str) -> None:
+    source = tmp_path / "model"
+    save_whole(kind, source)
+    spec = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=LORA)).spec
+    huggingface = build_on_meta(source).huggingface
+    own = sum(parameter.numel() for parameter in huggingface.parameters())
+    add_adapters(huggingface, LoraSpec.model_validate(LORA))
+    added = sum(parameter.numel() for parameter in huggingface.parameters()) - own
+
+    assert measure_trained(spec) == Trained(added, own, 14, 0, "the files of model.uri")
 
 
 def test_adapters_in_the_weights_are_in_those_of_the_whole(tmp_path: Path) -> None:
