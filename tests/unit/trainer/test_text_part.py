@@ -20,6 +20,7 @@ from sft_cli.trained import Trained, measure_trained
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.export.alone import exported_alone
+from sft_trainer.export.companions import model_card
 from sft_trainer.export.forms import Adapters
 from sft_trainer.first_adapters import FirstAdapters
 from sft_trainer.models.attention import Boundaries
@@ -226,6 +227,7 @@ def test_an_export_alone_fetches_the_whole_model(tmp_path: Path) -> None:
 
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
     assert fetched == ["tokenizer", "model", "model"]
+    assert "\npipeline_tag: image-text-to-text\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_weights_of_other_parts_come_from_the_model_that_was_trained_and_no_other(tmp_path: Path) -> None:
@@ -353,6 +355,27 @@ def test_overrides_are_those_of_the_text_part_in_the_export_too(tmp_path: Path) 
     changed = {name for name in after["text_config"] if after["text_config"][name] != before["text_config"].get(name)}
     assert changed == given.keys()
     assert {**after, "text_config": None} == {**before, "text_config": None}
+
+
+def test_the_card_of_adapters_says_how_the_whole_is_loaded_with_overrides(tmp_path: Path) -> None:
+    source, given = tmp_path / "model", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    save_whole("mistral3", source)
+    in_its_place = resolve(
+        job(source, tmp_path / "store", model={"uri": f"file://{source}", "configOverrides": given}, lora=LORA)
+    )
+    store, model = LocalStore(tmp_path / "store"), build_on_meta(source)
+    card = model_card(in_its_place, checkpoint(trained(source), store, metrics={"loss": 1.0}), model)
+    code = card.split("```python\n")[1].split("```")[0]
+    # What peft loads of the folder is shown in the test of models of text
+    names: dict[str, Any] = {"base": str(source), "revision": None}
+    lines = [line for line in code.splitlines() if "peft" not in line.lower() and "saved" not in line]
+
+    exec("\n".join(lines), names)
+
+    loaded_config = names["model"].config.text_config
+    overridden: Any = build_on_meta(source, ConfigOverrides.model_validate(given)).huggingface
+    assert loaded_config.rope_parameters == overridden.config.rope_parameters
+    assert names["model"].model.language_model.config.rope_parameters["factor"] == 2.0
 
 
 @pytest.mark.parametrize(

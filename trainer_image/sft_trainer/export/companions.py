@@ -168,11 +168,13 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
     name = config.spec.model.uri.removeprefix("hf://").partition("@")[0]
     base = f"base_model: {name}\n" if peft and config.spec.model.uri.startswith("hf://") else ""
+    sees = model.whole is not None and "vision_config" in model.whole.config.sub_configs
+    task = "image-text-to-text" if sees else "text-generation"
     tags = "- sft\n- lora\n" if lora else "- sft\n"
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
     sources = "\n".join(f"- `{source.uri}`" for source in config.spec.data.train)
     return (
-        f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: text-generation\ntags:\n{tags}"
+        f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: {task}\ntags:\n{tags}"
         "---\n\n"
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
         f"| | |\n|---|---|\n{rows}\n{in_words(overrides, model.whole is not None) if peft else ''}"
