@@ -44,7 +44,7 @@ from .models.lora import add_adapters, stacked_weights, taken_for_experts
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
-from .models.weights import check_tied, unread_tensors
+from .models.weights import check_tied, unread_tensors, untrained_tensors
 from .prepared import Prepared, PreparedModel
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
@@ -76,6 +76,11 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
             f"of the tensors in {spec.model.uri} {len(unread)} are none of a model of its config.json and not read, "
             f"the first is {unread[0]!r}: if they belong to it, correct config.json (its number of layers, its biases)"
         )
+    if model.whole is not None:
+        # What no export could have is found here, and not by one after the last step.
+        others = len(untrained_tensors(model, path).others)
+        kinds = model.whole.config.model_type, model.huggingface.config.model_type  # type: ignore[union-attr]
+        reporter.say("of a model of type %s the text part (%s) is trained; %d tensors stay as they are", *kinds, others)
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
     adapters = _first_adapters(config, model, reporter)

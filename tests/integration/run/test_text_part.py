@@ -51,6 +51,8 @@ def test_the_text_part_is_trained_and_the_whole_model_exported(place: Place, mod
     # Given a run of two processes
     ended = place.run(place.job(**sections(place, model)), "--processes", "2")
     assert ended.code == 0, ended.said
+    log = "".join(file.read_text() for file in (place.store() / "logs").iterdir())
+    assert "of a model of type gemma3 the text part (gemma3_text) is trained; 34 tensors stay as they are" in log
 
     # Then plain transformers finds in the whole model the loss that the run has measured
     export = place.store() / "export"

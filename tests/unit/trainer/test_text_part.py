@@ -27,7 +27,7 @@ from sft_trainer.models.attention import Boundaries
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
 from sft_trainer.models.digest import base_digest
 from sft_trainer.models.lora import add_adapters
-from sft_trainer.models.weights import unread_tensors
+from sft_trainer.models.weights import unread_tensors, untrained_tensors
 from sft_trainer.trainable import trainable_of
 from sft_trainer.trainer import Trainer
 from tests.exports import export, exported
@@ -405,6 +405,16 @@ def test_quantised_ones_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"'mistral3' with a quantization_config \(quant_method 'fp8'\)"):
         build_on_meta(tmp_path)
+
+
+def test_tensors_that_no_export_could_have_are_refused(tmp_path: Path) -> None:
+    save_whole("mistral3", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["vision_tower.rounded"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(ModelError, match=r"tensor 'vision_tower.rounded' is stored as F8_E4M3, .* in bf16 or fp32"):
+        untrained_tensors(build_on_meta(tmp_path), tmp_path)
 
 
 def test_tensors_of_the_text_part_that_are_not_read_are_told_and_no_others(tmp_path: Path) -> None:
