@@ -22,6 +22,20 @@ _QWEN: dict[str, Any] = {
 }
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 _QWEN_TOKENS = {"vision_start_token_id": 125, "vision_end_token_id": 126, "video_token_id": 124}
+_GATED_DELTA_NETS: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": _ROTARY,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 _PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {**SMALL, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
@@ -46,6 +60,16 @@ _PARTS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {
         "text_config": {**SMALL, "rope_parameters": _ROTARY},
         "vision_config": {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_5": {
+        "text_config": {**SMALL, **_GATED_DELTA_NETS},
+        "vision_config": {**_QWEN, "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**SMALL, **_GATED_DELTA_NETS, **_EXPERTS},
+        "vision_config": {**_QWEN, "num_position_embeddings": 16},
         **_QWEN_TOKENS,
     },
 }

@@ -256,7 +256,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
     Of a model of several parts it is that of its text part: no other is held.
     """
-    config = _of_text(config)
+    config = of_text(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or wrong_sizes(config):
         return None
@@ -303,7 +303,7 @@ def uncounted(config: Mapping[str, Any]) -> str:
     """Why ``shape_of`` has none for ``config``, as a relative clause on the model; empty where it has one."""
     if shape_of(config) is not None:
         return ""
-    config = _of_text(config)
+    config = of_text(config)
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
     if family is None:
@@ -322,7 +322,7 @@ def uncounted(config: Mapping[str, Any]) -> str:
 
 def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of ``config`` by which a formula would count, and that are no such size; of other models none."""
-    config = _of_text(config)
+    config = of_text(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return {}
@@ -335,7 +335,7 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return wrong
 
 
-def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """``config``, or that of the text part where it describes several; with the sizes that its type leaves unsaid.
 
     Whether embedding and head are one is then what ``config`` itself says.

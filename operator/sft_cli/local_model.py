@@ -9,7 +9,7 @@ from sft_api.known_models import known_shape
 from sft_api.layers import linear_of
 from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
-from sft_api.model_shape import LARGEST_SIZE, ModelShape, shape_of, uncounted, wrong_sizes
+from sft_api.model_shape import LARGEST_SIZE, ModelShape, of_text, shape_of, uncounted, wrong_sizes
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
 from sft_api.sequence_parallel import layers_problem
@@ -39,7 +39,7 @@ def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     """``judge``, and what it cannot see where the model's config.json is here, of a model without a shape."""
     config = _config(spec.model.uri)
     content = {} if config is None else _content(config)
-    problem = layers_problem(content.get("model_type"), spec.sequence_parallel)
+    problem = layers_problem(of_text(content).get("model_type"), spec.sequence_parallel)
     if megatron_of(spec) and content.get("model_type"):
         problem = config_problem(content)
     return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)

@@ -57,9 +57,16 @@ def test_a_model_without_rules_for_megatron_is_refused(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
-def test_tokens_of_a_model_with_linear_attention_are_not_shared_out(tmp_path: Path, kind: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen3_5_text"},
+        {"model_type": "qwen3_next"},
+        {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}},
+    ],
+)
+def test_tokens_of_a_model_with_linear_attention_are_not_shared_out(tmp_path: Path, config: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
     path = tmp_path / "job.yaml"
     for degree, count in ((1, 0), (2, 1)):
         where: dict[str, Any] = {"model": {"uri": f"file://{tmp_path}"}, "compute": {"gpusPerNode": 8}}

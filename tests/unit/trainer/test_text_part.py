@@ -403,7 +403,11 @@ def test_quantised_ones_are_refused(tmp_path: Path) -> None:
     save_whole("mistral3", tmp_path)
     change_config(tmp_path, quantization_config={"quant_method": "fp8"})
 
-    with pytest.raises(ModelError, match=r"'mistral3' with a quantization_config \(quant_method 'fp8'\)"):
+    with pytest.raises(ModelError, match=r"'mistral3' with a quantization_config \(quant_method 'fp8', of which"):
+        build_on_meta(tmp_path)
+    # Also as it is read of models that are texts' alone
+    change_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(ModelError, match=r"'mistral3', which has several parts, .* name a copy in bf16 in model.uri"):
         build_on_meta(tmp_path)
 
 
