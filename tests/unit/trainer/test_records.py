@@ -58,7 +58,7 @@ class Run(Trainer):
         super().__init__(config, ranks, folder)  # type: ignore[arg-type]
         self.device = torch.device("cpu")
         self.store = AwayStore(folder / "store")
-        model: Any = SimpleNamespace(huggingface=torch.nn.Module())
+        model: Any = SimpleNamespace(huggingface=torch.nn.Module(), whole=None)
         steps: Any = None  # No step is read from it.
         prepared = PreparedModel(config.spec.model.uri, folder, model, "", NOTHING_CHOSEN, uncompiled="")
         self.prepared = Prepared(prepared, COMPANIONS, None, [], {}, steps, total_steps=6, epoch_size=6)
