@@ -186,7 +186,7 @@ EVERY_OTHER_FIELD = manifest(
 MEGATRON = manifest(
     {
         "model": "{uri: hf://org/name, configOverrides: {attention_dropout: 0, residual_dropout: 0.0}}",
-        "training": "{globalBatchSize: 4}",
+        "training": "{globalBatchSize: 4, schedule: {type: cosineWithRestarts, cycles: 2}}",
         "strategy": "{megatron: {tensorParallelDegree: 2, contextParallelDegree: 2, pipelineParallelDegree: 2, "
         "virtualPipelineParallelDegree: 1, expertParallelDegree: 8, sequenceParallel: true, "
         "transformerConfigOverrides: {num_layers_in_first_pipeline_stage: 3, "
@@ -263,7 +263,8 @@ NOTHING_EXPORTED = manifest(
 EXPERTS = manifest(
     {
         "lora": "{rank: 32, expertRank: 4, targetModules: [all-linear, experts, layers.3.mlp.experts.down_proj], "
-        "excludeModules: [layers.0.mlp.experts], adapterUri: hf://org/adapters@v2, initMethod: kaiming}"
+        "excludeModules: [layers.0.mlp.experts], adapterUri: hf://org/adapters@v2, initMethod: kaiming}",
+        "training": "{schedule: {type: polynomial, power: 0.5}}",
     }
 )
 

@@ -171,7 +171,7 @@ class ScheduleSpec(ApiModel):
             lambda self: self.type == "warmupStableDecay" or (self.decay_ratio is None and self.decay_steps is None),
         ),
         Rule(
-            "self.type != 'polynomial' || has(self.power)",
+            "!has(self.type) || self.type != 'polynomial' || has(self.power)",
             "schedule type polynomial needs schedule.power, such as 2; 1 is type linear",
             lambda self: self.type != "polynomial" or self.power is not None,
         ),
@@ -181,7 +181,7 @@ class ScheduleSpec(ApiModel):
             lambda self: self.type == "polynomial" or self.power is None,
         ),
         Rule(
-            "self.type != 'cosineWithRestarts' || has(self.cycles)",
+            "!has(self.type) || self.type != 'cosineWithRestarts' || has(self.cycles)",
             "schedule type cosineWithRestarts needs schedule.cycles, 2 or more; 1 is type cosine",
             lambda self: self.type != "cosineWithRestarts" or self.cycles is not None,
         ),
