@@ -320,7 +320,7 @@ SCHEMA = [
     Bad("negative GPUs", "spec.compute.gpusPerNode", {"compute": "{gpusPerNode: -1}"}),
     Bad("seed of 33 bits", "spec.training.seed", {"training": "{seed: 4294967296}"}),
     Bad("steps in hexadecimal, too many", "spec.training.steps", {"training": "{steps: 0x3b9aca01}"}),
-    Bad("shape that is none", "spec.training.schedule.type", {"training": "{schedule: {type: polynomial}}"}),
+    Bad("shape that is none", "spec.training.schedule.type", {"training": "{schedule: {type: exponential}}"}),
     Bad("packing off", "spec.data.packing", {"data": f"{{{ROWS}, packing: off}}"}),
     Bad("empty image", "spec.compute.image", {"compute": '{image: ""}'}),
     Bad("long image", "spec.compute.image", {"compute": f"{{image: {'a' * 513}}}"}),
