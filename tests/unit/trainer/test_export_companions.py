@@ -115,5 +115,8 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
     assert "| noise on embeddings | NEFTune, alpha 5 |" in card
     smoothed = resolve(job(Path("/inputs"), Path("/store"), training={"labelSmoothing": 0.1}))
     assert "| label smoothing | 0.1 |" in model_card(smoothed, manifest, build_on_meta(source))
+    held = resolve(job(Path("/inputs"), Path("/store"), training={"precision": "bf16", "parameterDtype": "bf16"}))
+    card = model_card(held, manifest, build_on_meta(source))
+    assert "| weights in training | bf16, rounded stochastically |" in card
     begun = resolve(job(Path("/inputs"), Path("/store"), lora={"adapterUri": "hf://org/adapters"}))
     assert "| adapters began as those of | `hf://org/adapters` |" in model_card(begun, manifest, build_on_meta(source))

@@ -182,8 +182,10 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
 
 
 def _trained_otherwise(training: TrainingSpec) -> dict[str, str]:
-    """What was trained where that is not the cross-entropy of the tokens as they are."""
+    """What was trained where that is not the cross-entropy of the tokens as they are, and how it was held."""
     facts = {}
+    if training.held_dtype == "bf16":
+        facts["weights in training"] = "bf16, rounded stochastically"
     if training.loss == "dft":
         facts["trained with"] = "cross-entropy times probability (dynamic fine-tuning), as the training loss is"
     if training.label_smoothing:
