@@ -255,9 +255,9 @@ def test_a_run_goes_on_beside_the_other_parts_that_it_began_with_and_no_others(t
     run._check_own_base(RunState(cursor=1, base_digest="b" * 64))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
-def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path: Path, kind: str) -> None:
-    from peft import PeftModel
+@pytest.mark.parametrize(("kind", "layers"), [("gemma3", 14), ("qwen3_vl", 14), ("qwen3_5", 15)])
+def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path: Path, kind: str, layers: int) -> None:
+    from peft import AutoPeftModelForCausalLM, PeftModel
 
     source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
     save_whole(kind, source)
@@ -269,12 +269,17 @@ def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path
     export(what, LocalStore(out))
 
     with safe_open(out / "adapter_model.safetensors", "pt") as reader:
-        assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in [*reader.keys()]
+        assert "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_A.weight" in [*reader.keys()]
     with_peft = PeftModel.from_pretrained(loaded(source), str(out))
     torch.testing.assert_close(loss_of(with_peft), packed_loss(ours.model), rtol=1e-5, atol=0)
     adapted = {name.partition(".lora_A")[0] for name, _ in with_peft.named_parameters() if ".lora_A" in name}
     assert all(".language_model." in name for name in adapted)
-    assert len(adapted) == 14
+    assert len(adapted) == layers
+    # What loads the base too takes the whole, also where transformers has a class for its text part alone
+    (out / "tokenizer_config.json").unlink()  # peft would make embeddings as many as the test's tokenizer has tokens
+    by_itself = AutoPeftModelForCausalLM.from_pretrained(str(out))
+    assert type(by_itself.get_base_model()) is type(with_peft.get_base_model())
+    torch.testing.assert_close(loss_of(by_itself), packed_loss(ours.model), rtol=1e-5, atol=0)
     # And a run that begins with them has them
     config = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=LORA))
     blueprint = build_on_meta(source)

@@ -134,7 +134,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         base, _, revision = base.removeprefix("hf://").partition("@")
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_loaded_as(model),
         "base_model_name_or_path": base,
         "revision": revision or None,
         "r": lora.rank,
@@ -152,6 +152,19 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "use_dora": False,
         "modules_to_save": [*map(model.module_of_whole, modules)] or None,
         "inference_mode": True,
+    }
+
+
+def _loaded_as(model: CausalLM) -> dict[str, Any]:
+    """Fields of peft's ``LoraConfig`` by which its classes that load the base too know as what."""
+    if model.whole is None:
+        return {"task_type": "CAUSAL_LM"}
+    # By the task they would take what transformers has for texts alone: another class, of which peft finds the layers
+    # by their ends, but no adapters by their names. It leaves the model as it was then, with a warning.
+    kind = model.whole.kind
+    return {
+        "task_type": None,
+        "auto_mapping": {"base_model_class": kind.__name__, "parent_library": kind.__module__},
     }
 
 

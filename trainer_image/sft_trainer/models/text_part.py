@@ -33,6 +33,8 @@ class Whole:
 
     config: Any
     """Of transformers, as it is published."""
+    kind: type
+    """Its class."""
     modules: Place
     """What the text part's modules are called in it."""
     files: Place
@@ -124,7 +126,7 @@ def whole_of(config: Any, whole: Any, text: Any, logits: Logits, path: Path) -> 
     _check_same(whole, text, modules, logits)
     stacked = [name for name, weight in text.named_parameters() if ".experts." in name and weight.ndim > 2]
     files = place_in_files(stored, names.stored(f"{embedding}.weight"), stacked, _files(path))
-    return Whole(config, modules, files, linear)
+    return Whole(config, type(whole), modules, files, linear)
 
 
 def _files(path: Path) -> dict[str, Path]:
