@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, normalize, softplus
+from transformers import AutoConfig
 
 from sft_api.sequence_parallel import LINEAR_ATTENTION
 from sft_trainer.errors import ConfigError, ModelError
@@ -299,6 +300,16 @@ def test_processes_that_share_tokens_are_refused(tmp_path: Path) -> None:
     words = "sequenceParallelDegree is 2, but a model of type 'qwen3_5_text' has layers of linear attention.*leave it"
     with pytest.raises(ConfigError, match=words):
         check_heads(config, 2, 2)
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_heads_of_values_without_any_of_keys_are_refused(tmp_path: Path, keys: int) -> None:
+    # The rule would leave theirs as memory is
+    config = {"linear_num_key_heads": keys, "linear_num_value_heads": 4}
+    AutoConfig.for_model("qwen3_5_text", **config).save_pretrained(tmp_path)
+
+    with pytest.raises(ModelError, match=f"linear_num_value_heads 4 and linear_num_key_heads {keys} .* a multiple"):
+        build_on_meta(tmp_path)
 
 
 def test_what_a_layer_would_compute_otherwise_is_refused() -> None:

@@ -33,8 +33,17 @@ def keep_documents_apart(huggingface: Any) -> None:
     """Have the gated delta nets of a Hugging Face model be computed by what is here, where they are told of documents.
 
     That is of all models of its class in this process; one that is told of no documents computes as it did.
+    Raises ``ModelError`` for heads of values that no heads of keys belong to.
     """
-    if has_gated_delta_nets(huggingface.config):
+    config = huggingface.config
+    if has_gated_delta_nets(config):
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        if keys < 1 or values % keys:
+            raise ModelError(
+                f"a model of type {config.model_type!r} with linear_num_value_heads {values} and linear_num_key_heads "
+                f"{keys} in its config.json cannot be computed: the first has to be a multiple of the second; fetch "
+                "the model again"
+            )
         compute_with(huggingface, {"causal_conv1d_fn": _convolved, "torch_chunk_gated_delta_rule": _ruled})
 
 
