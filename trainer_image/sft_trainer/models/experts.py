@@ -178,7 +178,8 @@ def check_balances(model: Any) -> None:
     kind = model.config.model_type
     if not has_experts(model):
         why = "sends no tokens to experts"
-    elif not hasattr(model.config, "router_aux_loss_coef"):
+    elif not hasattr(type(model.config)(), "router_aux_loss_coef"):
+        # Not the config of the model: it has whatever its file says.
         why = "was not trained with a load-balancing loss: transformers knows none for it"
     else:
         small = small_model(model)
