@@ -169,6 +169,36 @@ def test_of_a_pod_that_was_replaced_the_gpu_is_forgotten() -> None:
     assert run.ranks == []
 
 
+def test_it_is_forgotten_also_where_some_gpu_never_tells() -> None:
+    # Given a slow GPU in a run of which another one never has room for the work
+    run = Run(8)
+
+    def look(slow: float, uuid: str = "GPU-2", without: tuple[int, ...] = (0,)) -> None:
+        run.looks += 1
+        for pod in range(4):
+            ranks = [rank for rank in (2 * pod, 2 * pod + 1) if rank not in without]
+            told = {rank: times(rank, slow if rank == 2 else 1.0, look=run.looks) for rank in ranks}
+            if 2 in told:
+                told[2] = told[2].model_copy(update={"uuid": uuid})
+            run.hear(pod, tuple(told.values()))
+        run.hear(3, (), LATE_SECONDS + 1)
+
+    look(2.0)
+    look(2.0)
+    # One look without it says nothing of it
+    look(2.0, without=(0, 2))
+    look(2.0)
+    look(2.0, without=(0, 2))
+    assert run.ranks == [2]
+
+    # When its pod is replaced by one on another node
+    look(2.0)
+    look(1.0, uuid="GPU-new")
+    look(1.0, uuid="GPU-new")
+
+    assert run.ranks == []
+
+
 def test_a_pod_that_tells_nothing_holds_up_no_verdict() -> None:
     # Given one whose disk is full, so that its looks are never told
     run = Run(8)

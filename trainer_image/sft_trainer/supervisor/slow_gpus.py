@@ -77,10 +77,12 @@ class _Known:
     against: int = 0
     """Looks in a row, the last ones, that say the contrary."""
     first_against: datetime | None = None
+    unseen: int = 0
+    """Looks in a row, the last ones, in which it was not compared."""
 
     def see(self, told: Told, ratio: Ratio, time: datetime) -> bool:
         """Take in one look; whether it changes what is told of the GPU: slow, or no more."""
-        self.told, self.ratio = told, ratio
+        self.told, self.ratio, self.unseen = told, ratio, 0
         slow = max(ratio) > (SLOWER if self.slow_since is None else AS_FAST)
         if slow == (self.slow_since is not None):
             self.against = 0
@@ -158,11 +160,16 @@ class SlowGpus:
     def _judge(self, time: datetime) -> list[str]:
         gathered, self._gathered = self._gathered, {}
         found = ratios({rank: told.times for rank, told in gathered.items()})
-        if len(gathered) == self._processes:
-            # Not those of a pod that was replaced, nor of a model of which too few are left.
-            compared = {gathered[rank].key for rank in found}
-            self._known = {key: known for key, known in self._known.items() if key in compared}
-        return list(self._see(gathered, found, time))
+        said = list(self._see(gathered, found, time))
+        compared = {gathered[rank].key for rank in found}
+        # Not those of a pod that was replaced, nor of a model of which too few are left. Where some have told nothing,
+        # as those without room for the work never do, nobody knows that at once.
+        most = 1 if len(gathered) == self._processes else _IN_A_ROW
+        for key in self._known.keys() - compared:
+            self._known[key].unseen += 1
+            if self._known[key].unseen >= most:
+                del self._known[key]
+        return said
 
     def _see(self, gathered: Mapping[int, Told], found: Mapping[int, Ratio], time: datetime) -> Iterable[str]:
         for rank, ratio in sorted(found.items()):
