@@ -234,6 +234,7 @@ def refused_status(
             "observed_generation": job_generation,
             # Its Job may have been deleted while it trained.
             "progress": previous.progress and at_rest(previous.progress, "Failed"),
+            "slow_gpus": [],
             "pods_ready": "",
             "conditions": [accepted, *others, stalled],
         }

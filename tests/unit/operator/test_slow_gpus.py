@@ -12,9 +12,9 @@ from sft_api.progress import Phase, Progress
 from sft_api.v1alpha1 import SFTJobStatus, SlowGpuStatus
 from sft_operator.cluster.progress_client import UnusableReport, parse_report
 from sft_operator.decisions.news import news
-from sft_operator.decisions.status import is_transition, read_status, write_status
+from sft_operator.decisions.status import is_transition, read_status, refused_status, write_status
 from sft_operator.metrics import OperatorMetrics
-from tests.unit.operator.make import job_manifest, make_child, report, running, training
+from tests.unit.operator.make import NOW, job_manifest, make_child, report, running, training
 from tests.unit.operator.statuses import TRAINED, held, status_of
 
 SLOW = SlowGpuStatus(
@@ -77,6 +77,9 @@ def test_while_a_run_starts_again_the_same_gpu_is_no_news_and_of_one_that_rests_
     assert (suspended.state, suspended.slow_gpus) == ("Suspended", [])
     complete = status_of(running(job=make_child(conditions={"Complete": ("Completed", "")})), again)
     assert (complete.state, complete.slow_gpus) == ("Complete", [])
+    # And of one whose Job was deleted, and whose spec this version cannot run
+    refused = refused_status(1, again, "InvalidSpec", "no such field", NOW)
+    assert (refused.state, refused.slow_gpus) == ("Failed", [])
 
 
 def test_prometheus_is_told_how_many_there_are() -> None:
