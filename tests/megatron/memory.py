@@ -64,7 +64,7 @@ class _Norm(torch.autograd.Function):
 
 def _handed_over(ctx: Any, *_: Any) -> Any:
     gradients, ctx.gradients = ctx.gradients, None
-    return *gradients, None, None, None, None, None
+    return *gradients, *[None] * (len(ctx.needs_input_grad) - len(gradients))
 
 
 def _allocated(stage: Any, *, device: Any) -> Any:

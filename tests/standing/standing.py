@@ -11,14 +11,21 @@ from sft_trainer.callbacks import Callback, Control, Step
 
 
 class StandsStill(Callback):
-    """After ``step`` the first process makes ``stands``, and waits until the same name with .over is there."""
+    """After ``step`` the first process makes ``stands``, and waits until the same name with .over is there.
+
+    Before the first one where that is 0.
+    """
 
     def __init__(self, step: int, stands: Path) -> None:
         self._step = step
         self._stands = stands
+        self._stand_after(0)
 
     def on_step(self, step: Step, control: Control) -> None:
-        if step.step != self._step or os.environ["RANK"] != "0":
+        self._stand_after(step.step)
+
+    def _stand_after(self, step: int) -> None:
+        if step != self._step or os.environ["RANK"] != "0":
             return
         self._stands.touch()
         while not self._stands.with_suffix(".over").exists():

@@ -206,8 +206,7 @@ def master_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def test_ctrl_c_before_the_first_step(place: Place) -> None:
-    process = place.start(place.job(**LONG))
-    place.wait_until(place.reported)
+    process = place.start_standing(place.job(**LONG), 0)
 
     ended = place.interrupt(process)
 

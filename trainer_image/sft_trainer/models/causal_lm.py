@@ -1,6 +1,7 @@
 """A Hugging Face causal language model with the loss inside its forward pass."""
 
 import functools
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from .text_part import Whole, build_whole, causal_class, is_tied, published_conf
 
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
+_FILE_OF_MODULE = re.compile(r"(?<=') from '[^']*'(?=>)")
 _OF_OTHER_HEADS = ("classifier", "summary")
 """How the names of those begin that heads read which no causal language model has: GPT-NeoX has 0.1 of one."""
 
@@ -298,8 +300,11 @@ def _read_as(config: Any) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """The beginning of what transformers says, which may go on for paragraphs; of a KeyError more than the key."""
-    text = " ".join(str(error).split())[:300]
+    """The beginning of what transformers says, which may go on for paragraphs; of a KeyError more than the key.
+
+    Without the files in which its modules lie.
+    """
+    text = _FILE_OF_MODULE.sub("", " ".join(str(error).split()))[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
