@@ -6,6 +6,7 @@ model of images and texts a row is its text part.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -157,6 +158,12 @@ _OF_EXPERTS: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
     ),
 )
 """What their configs say of experts, and the rest."""
+_OF_SEVERAL_PARTS = {
+    *("mistralai/Mistral-Small-3.1-24B-Base-2503", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+    *(f"google/gemma-3-{size}-{kind}" for size in ("4b", "12b", "27b") for kind in ("pt", "it")),
+}
+"""Those of which a row is the text part."""
 _POSITIONS = {
     4096: "allenai/OLMo-2-1124-7B allenai/OLMo-2-1124-7B-Instruct allenai/OLMo-2-1124-13B "
     "allenai/OLMo-2-1124-13B-Instruct allenai/OLMoE-1B-7B-0924 allenai/OLMoE-1B-7B-0924-Instruct",
@@ -203,7 +210,11 @@ def known_configs() -> Mapping[str, Mapping[str, Any]]:
 
 @cache
 def _shapes() -> Mapping[str, ModelShape]:
-    return {name.lower(): shape for name, config in known_configs().items() if (shape := shape_of(config)) is not None}
+    return {
+        name.lower(): replace(shape, is_part=name in _OF_SEVERAL_PARTS)
+        for name, config in known_configs().items()
+        if (shape := shape_of(config)) is not None
+    }
 
 
 def known_shape(uri: str) -> ModelShape | None:

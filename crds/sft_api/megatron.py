@@ -53,6 +53,8 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape, processes: int = 0)
 
     Degrees that are named are such that ``processes`` can have, where it is given.
     """
+    if shape.is_part:
+        return unknown_model("the text part of a model of several")
     if shape.family not in [FAMILIES[name] for name in MODELS]:
         return unknown_model("this type of model")
     if shape.output_bias:

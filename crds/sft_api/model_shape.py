@@ -113,6 +113,8 @@ class ModelShape:
     """Tokens of the longest document that it was made for, where its config says so; no size of anything."""
     in_mxfp4: bool = field(default=False, compare=False)
     """Whether its files have experts in that, as its config says; no size either."""
+    is_part: bool = field(default=False, compare=False)
+    """Whether it is the text part of a model of several; no size either."""
 
     @property
     def queries(self) -> int:
@@ -256,6 +258,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
     Of a model of several parts it is that of its text part: no other is held.
     """
+    is_part = isinstance(config.get("text_config"), Mapping)
     config = of_text(config)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or wrong_sizes(config):
@@ -296,6 +299,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         chosen=chosen,
         positions=_size(config, "max_position_embeddings"),
         in_mxfp4=family.biased and _is_in_mxfp4(config),
+        is_part=is_part,
     )
 
 

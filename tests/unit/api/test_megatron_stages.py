@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from sft_api.known_models import known_shape
 from sft_api.megatron import even_enough, given_in_words, layers_of, layers_of_stages, model_problem, stages_in_words
 from sft_api.memory_plan import judge
 from sft_api.numbers import Numbers
@@ -324,3 +325,13 @@ def test_only_what_changes_numbers_is_one(given: dict[str, Any], counts: bool) -
     assert (changed.digest != Numbers.of(asked).digest) is counts
     path = "strategy.megatron.transformerConfigOverrides.moe_router_dtype"
     assert changed.differences(Numbers.of(asked)) == ([f'{path}: "fp32" -> not set'] if counts else [])
+
+
+def test_the_text_part_of_a_model_of_several_is_refused_by_its_name_too() -> None:
+    alone = known_shape("hf://mistralai/Mistral-Small-24B-Instruct-2501")
+    part = known_shape("hf://mistralai/Mistral-Small-3.1-24B-Instruct-2503")
+
+    assert alone
+    assert part == alone
+    assert model_problem(megatron(), alone) == ""
+    assert "no rules for the weights of the text part of a model of several" in model_problem(megatron(), part)

@@ -29,6 +29,7 @@ from tests.unit.trainer.exporting import SMALL, checkpoint, make_model
 from tests.unit.trainer.test_export_folder import Watched, full_at
 from tests.unit.trainer.test_lora import adapters_of, filled, strategy
 from tests.unit.trainer.test_models import save_model
+from tests.whole_models import save_whole
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -242,8 +243,14 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
         assert "need no quantisation |" in packed[True, precision]
         assert "replace_parameter_4bit" not in packed[False, precision]
         assert "BitsAndBytesConfig" not in packed[True, precision]
-    # Experts are no layers of bitsandbytes
+    # Experts are no layers of bitsandbytes, but routers may be, and those of other parts of a whole model are
     asked = resolve(job(Path("/in"), Path("/out"), **sections))
+    save_model("afmoe", tmp_path / "afmoe")
+    card = model_card(asked, what.manifest, build_on_meta(tmp_path / "afmoe"))
+    assert "llm_int8_skip_modules=['lm_head', 'router.gate'])`" in card
+    save_whole("mistral3", tmp_path / "mistral3")
+    card = model_card(asked, what.manifest, build_on_meta(tmp_path / "mistral3"))
+    assert "llm_int8_skip_modules=['lm_head', 'model.multi_modal_projector', 'model.vision_tower'])` |" in card
     told = {}
     for kind in ("qwen3_moe", "gpt_oss"):
         save_model(kind, tmp_path / kind)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from sft_api.checkpoints import BEST_METRIC, Manifest
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
 from sft_api.trainer_config import TrainerConfig
@@ -19,6 +21,7 @@ from sft_trainer.errors import DISK_FULL, StorageFullError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.overrides import in_words
+from sft_trainer.models.routers import within_routers
 from sft_trainer.models.text_part import Whole
 
 log = logging.getLogger("sft_trainer")
@@ -204,6 +207,8 @@ def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:
         )
     computed = {"bf16": "bfloat16", "fp32": "float32"}[config.plan.precision]
     options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="{computed}"'
+    if left := _left_as_they_are(model):
+        options += f", llm_int8_skip_modules={left!r}"
     loaded = f"`BitsAndBytesConfig({options})`"
     if not has_experts(model.huggingface):
         return loaded
@@ -215,3 +220,18 @@ def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:
             "of linear layers but the head is replaced as well"
         )
     return f"{loaded}, and experts, which it leaves as they are: {besides}"
+
+
+def _left_as_they_are(model: CausalLM) -> list[str]:
+    """The linear layers that bitsandbytes must be told to leave as they are: ends of their names, or the beginnings.
+
+    Routers that are some, and other parts of a whole model. With these it has to be told the head too; none where it
+    leaves all of them by itself.
+    """
+    huggingface: Any = model.huggingface
+    routers = within_routers(huggingface)
+    names = {module: name for name, module in huggingface.named_modules() if isinstance(module, nn.Linear)}
+    ends = {".".join(names[module].split(".")[-2:]) for module in names.keys() & routers}
+    parts = {".".join(name.split(".")[:2]) for name in (model.whole.linear if model.whole else ())}
+    head = model.module_of_whole(names[huggingface.get_output_embeddings()])
+    return [head, *sorted(ends | parts)] if ends | parts else []
