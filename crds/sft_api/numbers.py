@@ -118,6 +118,7 @@ _INSTEAD = {
     "training.schedule.decayRatio": "training.schedule.decaySteps",
 }
 """What says nothing, whatever it is by default, where the other field is given."""
+_MOMENTS = "training.optimizer.stateDtype"
 _MODEL, _SOURCES, _HELD_OUT = "model.uri", "data.train", "data.heldOut.fraction"
 _ORIGIN = "checkpoint.resume.from.uri"
 _FIRST_ADAPTERS = "lora.adapterUri"
@@ -272,6 +273,18 @@ class Numbers:
         """SHA-256 of the record in canonical JSON; the same for ever."""
         canonical = json.dumps(self.as_record(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def moments(self) -> str:
+        """What the optimizer's are held in."""
+        return str(self.values.get(_MOMENTS, _DEFAULTS[_MOMENTS]))
+
+    def has_moments_for(self, other: "Numbers") -> bool:
+        """Whether a run with the numbers ``other`` can go on with the moments that one with these has saved.
+
+        Codes of 8 bits are neither made of others nor made others.
+        """
+        return self.moments == other.moments or "int8" not in (self.moments, other.moments)
 
     def position_differences(self, other: "Numbers") -> list[str]:
         """``differences`` in what decides which tokens a step sees, and with which random numbers.

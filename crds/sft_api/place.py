@@ -272,7 +272,8 @@ def continued_from(uri: str, step: int, theirs: Numbers, mine: Numbers) -> str:
         return ""
     last = mine.values.get("training.steps")
     is_over = isinstance(last, int) and last <= step
-    what = "weights" if is_over or theirs.position_differences(mine) else "everything"
+    at_step_0 = is_over or theirs.position_differences(mine) or not theirs.has_moments_for(mine)
+    what = "weights" if at_step_0 else "everything"
     return f"checkpoint: {{resume: {{from: {{uri: {json.dumps(uri)}, step: {step}, what: {what}}}}}}}"
 
 

@@ -23,8 +23,6 @@ _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _FURTHER = "mtp."
 """How names of layers begin that predict further tokens, and stand beside the model."""
-_OTHER_PARTS = ("vision_config", "audio_config")
-"""Fields of the config of a model of several parts."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.(router|gate)(\.(layer|gate|wg))?)\.weight")
@@ -178,7 +176,7 @@ def _layers(config: Mapping[str, Any]) -> float:
 
 def _of_text(shapes: Mapping[str, list[int]], config: Mapping[str, Any]) -> dict[str, list[int]]:
     """Of the tensors ``shapes`` of a model of ``config`` those of its text part, by the names of that by itself."""
-    if not any(name in config for name in _OTHER_PARTS):
+    if "text_config" not in config:
         return dict(shapes)
     renamed = {name: in_text_part(name) for name in shapes}
     named_apart = any(renamed[name] != name for name in shapes)

@@ -20,6 +20,7 @@ from .errors import ConfigError, ModelError
 from .export.plan import Entry, plan_adapter
 from .models.causal_lm import CausalLM
 from .models.lora import LoraLinear, is_adapter
+from .models.routers import within_routers
 from .models.weight_files import opened
 from .trainable import Trainable
 
@@ -43,6 +44,8 @@ class FirstAdapters:
         Raises ``ModelError`` for files that cannot be used, ``ConfigError`` where the run has other adapters than they.
         """
         modules = [(name, part) for name, part in model.huggingface.named_modules() if isinstance(part, nn.Linear)]
+        routers = within_routers(model.huggingface)
+        modules = [(name, part) for name, part in modules if part not in routers]
         head = model.huggingface.get_output_embeddings()  # type: ignore[operator]
         linear = [name for name, part in modules if part is not head and not is_adapter(f"{name}.weight")]
         adapted = [name for name, part in modules if isinstance(part, LoraLinear)]

@@ -84,7 +84,8 @@ class OurListeners:
             SkippedSteps(reporter, saving, learning_rate=config.plan.learning_rate),
             SavesWhenDue(config.spec, intervals, saving, keeps_time=topology.writes),
             [
-                Reporting(reporter),
+                # What is trained by dft is low too where the model is far off.
+                Reporting(reporter, loss_falls=config.spec.training.loss != "dft"),
                 *of_gpus,
                 *(written if topology.writes else []),
                 EvaluatesWhenDue(config.spec, intervals),

@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # the look before the imports needs none of what these need
     from .boxes import Box
     from .saving import Saving
 
-_STATES = "training.optimizer.stateDtype"
-
 
 class Origin:
     """Where a run begins that names a checkpoint of another one."""
@@ -175,10 +173,10 @@ class Origin:
                 f"{self.uri} has other settings ({', '.join(changes)}): restore these, or name what: weights to begin "
                 "at step 0"
             )
-        theirs, mine = (str(each.values.get(_STATES, "fp32")) for each in (saved, self._config.numbers()))
-        if theirs != mine and "int8" in (theirs, mine):
+        if not saved.has_moments_for(self._config.numbers()):
+            theirs, mine = saved.moments, self._config.numbers().moments
             raise ConfigError(
                 f"{ORIGIN_FIELD}.what is everything, moments among it, and the run in {self.uri} holds these in "
-                f"{theirs}, which is not converted to the {mine} of {_STATES}: set that to {theirs}, or name what: "
-                "weights to begin at step 0 with new ones"
+                f"{theirs}, which is not converted to the {mine} of training.optimizer.stateDtype: set that to "
+                f"{theirs}, or name what: weights to begin at step 0 with new ones"
             )

@@ -248,8 +248,10 @@ _WORSE = 1.2
 class Reporting(Listener):
     """Tells what happens in a run: progress and log."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, *, loss_falls: bool = True) -> None:
+        """``loss_falls``: that of a step does, where a run learns."""
         self._reporter = reporter
+        self._loss_falls = loss_falls
         self._total_steps = 0
         self._stepped = False
         self._first_loss: float | None = None
@@ -329,7 +331,7 @@ class Reporting(Listener):
 
     def _tell_what_got_worse(self) -> None:
         """A run is complete whatever it has learnt; where it has unlearnt, nobody has to find that in a curve."""
-        if self._first_loss is None or not self._last_losses:
+        if not self._loss_falls or self._first_loss is None or not self._last_losses:
             return
         last = statistics.median(self._last_losses)
         if last > _WORSE * self._first_loss:

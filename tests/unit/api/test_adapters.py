@@ -185,6 +185,21 @@ def test_after_whose_steps_another_run_can_go_on(changed: Any, goes_on: bool) ->
     assert (theirs.position_differences(mine) == []) == goes_on
 
 
+@pytest.mark.parametrize(
+    ("theirs", "mine", "what"),
+    [
+        ("fp32", "bf16", "everything"),
+        ("int8", "int8", "everything"),
+        ("bf16", "int8", "weights"),
+        ("fp32", "int8", "weights"),
+    ],
+)
+def test_moments_of_8_bits_are_made_of_no_others(theirs: str, mine: str, what: str) -> None:
+    one, other = (Numbers.of(spec(training={"optimizer": {"stateDtype": each}})) for each in (theirs, mine))
+    assert one.has_moments_for(other) == other.has_moments_for(one) == (what == "everything")
+    assert f"what: {what}" in continued_from("s3://bucket/a", 5, one, other)
+
+
 def test_all_weights_and_adapters_fit_one_another_not() -> None:
     whole, adapters = Numbers.of(spec()), Numbers.of(spec(lora={}))
     assert (whole.has_adapters, adapters.has_adapters) == (False, True)

@@ -238,9 +238,11 @@ def test_adapters_are_put_beside_attention_and_not_on_routers_or_experts(folder:
             adapted_layers(huggingface, lora.model_copy(update={"target_modules": [name]}))
 
 
-@pytest.mark.parametrize("chosen", [0, 99])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "glm4_moe"])
-def test_a_token_is_sent_to_as_many_experts_as_there_are(tmp_path: Path, kind: str, chosen: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chosen"),
+    [*((kind, chosen) for kind in ("qwen3_moe", "mixtral", "glm4_moe") for chosen in (0, 99)), ("deepseek_v2", None)],
+)
+def test_a_token_is_sent_to_as_many_experts_as_there_are(tmp_path: Path, kind: str, chosen: int | None) -> None:
     # Given a config.json by which every token goes to none of the experts, or to more than there are
     save_model(kind, tmp_path)
     file = tmp_path / "config.json"

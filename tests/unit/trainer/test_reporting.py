@@ -241,6 +241,16 @@ def test_an_attempt_goes_on_with_the_seconds_of_its_checkpoint(tmp_path: Path) -
     assert (spent.curve_began, spent.curve_saved, spent.curve_now, spent.steps) == (50, 50, 52, 2)
 
 
+@pytest.mark.parametrize("loss_falls", [True, False])
+def test_a_loss_that_rose_is_told_of_where_it_falls_as_a_run_learns(tmp_path: Path, loss_falls: bool) -> None:
+    listeners = Listeners([Reporting(Reporter(tmp_path, writes=True), loss_falls=loss_falls)], Control())
+    listeners.emit(Started(0, 6))
+    for step, loss in ((1, 0.15), *((step, 0.36) for step in range(2, 7))):
+        listeners.emit(step_done(step, loss=loss, figures=Figures(step, first_loss=0.15)))
+    listeners.emit(Ended(6))
+    assert any("is higher than that of the first" in each for each in written(tmp_path).warnings) == loss_falls
+
+
 def test_what_the_last_step_told_stands_in_the_progress_of_who_has_none_left_to_make(tmp_path: Path) -> None:
     listeners = Listeners([Reporting(Reporter(tmp_path, writes=True))], Control())
     figures = Figures(40, last_step={"epoch": 2.0, "learning_rate": 1e-5, "grad_norm": 0.5})

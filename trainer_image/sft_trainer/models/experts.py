@@ -113,7 +113,7 @@ def check_experts(model: Any) -> None:
     for name, parameter in stacked_parameters(model):
         # A type may have a number for each layer.
         for chosen in given if isinstance(given, list) else [given]:
-            if not 1 <= chosen <= len(parameter):
+            if not isinstance(chosen, int) or not 1 <= chosen <= len(parameter):
                 raise ModelError(
                     f"a model of type {kind!r} has {len(parameter)} experts and sends every token to {chosen} of them "
                     f"({field} in its config.json): 1 to {len(parameter)} must be; correct that file"
