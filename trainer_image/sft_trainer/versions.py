@@ -364,11 +364,6 @@ def initialize(model: Any, module: Any) -> None:
     model._init_weights(module)
 
 
-def model_of_class(model: Any, config: Any, **options: Any) -> Any:
-    """Another model of the class of the Hugging Face ``model``, by ``config``; ``options`` as for ``from_config``."""
-    return build_of_class(type(model), config, **options)
-
-
 def build_of_class(kind: Any, config: Any, **options: Any) -> Any:
     """A model of the class ``kind`` of transformers, by ``config``; ``options`` as for ``from_config``."""
     return kind._from_config(config, **options)

@@ -49,7 +49,6 @@ class CausalLM(nn.Module):
         logits: Logits = PRODUCTS,
         *,
         in_mxfp4: bool = False,
-        whole: Whole | None = None,
     ) -> None:
         super().__init__()
         self.logits = logits
@@ -66,7 +65,7 @@ class CausalLM(nn.Module):
         """That the model came in, and is exported in; it is trained in another one, or not, whatever this is."""
         self.in_mxfp4 = in_mxfp4
         """Whether its files have experts in that, and not in ``stored_dtype``."""
-        self.whole = whole
+        self.whole: Whole | None = None
         """The model that this is the text part of; None of a model of text alone."""
 
     def forward(

@@ -17,7 +17,7 @@ from torch import nn
 
 from sft_api.v1alpha1.model_config import DROPOUTS
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
-from sft_trainer.versions import keeps_state, model_of_class
+from sft_trainer.versions import build_of_class, keeps_state
 
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 from .flash_attention import Kind
@@ -239,7 +239,7 @@ def small_model(model: Any, changed: Mapping[str, Any] = MappingProxyType({})) -
 
 
 def _of_config(model: Any, config: Any) -> Any:
-    return model_of_class(model, config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
+    return build_of_class(type(model), config, attn_implementation=IMPLEMENTATION, dtype=torch.float32)
 
 
 def _small_config(config: Any) -> Any:

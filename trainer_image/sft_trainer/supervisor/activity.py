@@ -4,13 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from sft_api.progress import BEFORE_TRAINING, Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 
 from .liveness import PASSIVE, gets_further
 from .protocol import PodActivity, RankActivity
+from .told import ToldFiles
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,8 @@ class Activities:
 
     def __init__(self, run_dir: Path, ranks: Iterable[int], now: float) -> None:
         """``now`` is the time of the workers' start, on the clock that ``read`` is called with."""
-        self._files = {rank: run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json" for rank in ranks}
-        self._versions: dict[int, tuple[int, int]] = {}
-        self._said = {rank: Said(rank, Activity(), now, anything=False) for rank in self._files}
+        self._said = {rank: Said(rank, Activity(), now, anything=False) for rank in ranks}
+        self._files = ToldFiles(run_dir / ACTIVITY_FOLDER, self._said, Activity)
         self.step = 0
         """Last step that any of them has told of."""
         self.claimed = False
@@ -40,16 +38,7 @@ class Activities:
 
     def read(self, now: float) -> None:
         """Look what is new."""
-        for rank, file in self._files.items():
-            try:
-                status = file.stat()
-                version = (status.st_ino, status.st_mtime_ns)
-                if version == self._versions.get(rank):
-                    continue
-                activity = Activity.model_validate_json(file.read_bytes())
-            except (OSError, ValidationError):
-                continue  # not there yet
-            self._versions[rank] = version
+        for rank, activity in self._files.news():
             before = self._said[rank]
             further = not before.anything or gets_further(before.activity, activity)
             self._said[rank] = Said(rank, activity, now if further else before.moved)

@@ -3,19 +3,17 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from sft_api.rundir import GPU_TIMES_FOLDER, GpuTimes
 
 from .protocol import RankTimes
+from .told import ToldFiles
 
 
 class TimesTold:
     """Follows the files of the workers of one generation."""
 
     def __init__(self, run_dir: Path, ranks: Iterable[int]) -> None:
-        self._files = {rank: run_dir / GPU_TIMES_FOLDER / f"rank-{rank}.json" for rank in ranks}
-        self._versions: dict[int, tuple[int, int]] = {}
+        self._files = ToldFiles(run_dir / GPU_TIMES_FOLDER, ranks, GpuTimes)
         self._told: dict[int, RankTimes] = {}
 
     @property
@@ -25,14 +23,5 @@ class TimesTold:
 
     def read(self) -> None:
         """Look what is new."""
-        for rank, file in self._files.items():
-            try:
-                status = file.stat()
-                version = (status.st_ino, status.st_mtime_ns)
-                if version == self._versions.get(rank):
-                    continue
-                times = GpuTimes.model_validate_json(file.read_bytes())
-            except (OSError, ValidationError):
-                continue  # none yet, being written, or what no trainer of ours would say: callbacks run beside it
-            self._versions[rank] = version
+        for rank, times in self._files.news():
             self._told[rank] = RankTimes(**dict(times), rank=rank)
