@@ -20,7 +20,7 @@ from sft_api.known_models import known_configs
 from sft_api.memory import estimate, sizes_of
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
-from sft_trainer import loss, rounded_adamw
+from sft_trainer import eight_bits, loss, rounded_adamw
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import PRODUCTS, Logits
 from sft_trainer.models import packed_rows
@@ -73,6 +73,8 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     # As many weights are unpacked, and updated, at a time as on a GPU
     monkeypatch.setattr(packed_rows, "_AT_ONCE", {})
     monkeypatch.setattr(rounded_adamw, "_SLICE_ELEMENTS", {})
+    # Tables that were remembered here would be without values for all that this process runs afterwards
+    monkeypatch.setattr(eight_bits, "_tables", eight_bits._tables.__wrapped__)
     monkeypatch.setattr(strategy_module, "part_of", lambda bin_, *_: bin_)
     allocate = CausalLM.to_empty
 
