@@ -88,7 +88,7 @@ def _evaluation_warning(spec: SFTJobSpec) -> str:
     if every is not None and steps is not None and every > steps:
         given, run = f"everySteps is {every}", f"{steps} steps"
     elif evaluation.every_epochs is not None and steps is None and evaluation.every_epochs > epochs:
-        given, run = f"everyEpochs is {evaluation.every_epochs:g}", f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
+        given, run = f"everyEpochs is {evaluation.every_epochs:g}", f"{epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
     else:
         return ""
     return f"training.evaluation.{given}, and the run has {run}: it is evaluated at its end alone"

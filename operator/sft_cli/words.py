@@ -1,7 +1,7 @@
 """Numbers with their nouns."""
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 step``, ``2 steps``, ``3,000 processes``."""
+def counted(number: float, noun: str) -> str:
+    """``1 step``, ``2 steps``, ``3,000 processes``, ``0.5 epochs``."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{int(number) if number == int(number) else number:,} {noun if number == 1 else plural}"

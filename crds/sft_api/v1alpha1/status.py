@@ -227,7 +227,7 @@ class PlanStatus(ApiModel):
         description="Micro-batches per step and process; absent when it varies with the examples.",
     )
     total_steps: int | None = Field(default=None, description="Steps in all, when known before the data was read.")
-    epochs: int | None = Field(default=None, description="Passes over the data, when steps are not given.")
+    epochs: float | None = Field(default=None, description="Passes over the data, when steps are not given.")
     memory: MemoryStatus | None = Field(default=None, description="What is taken of each GPU; absent on CPU.")
 
 

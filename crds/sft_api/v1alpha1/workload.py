@@ -284,8 +284,10 @@ class TrainingSpec(ApiModel):
     steps: Annotated[int, Field(ge=1, le=1_000_000_000)] | None = Field(
         default=None, description="Optimizer steps to train."
     )
-    epochs: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
-        default=None, description="Passes over the data; 1 when neither steps nor epochs are given."
+    epochs: Epochs | None = Field(
+        default=None,
+        description="Passes over the data, or a part of one: of 0.5 half the rows are seen, rounded up to a whole one. "
+        "1 when neither steps nor epochs are given.",
     )
     global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         default=None,

@@ -172,7 +172,7 @@ def test_another_planner_changes_no_digest(monkeypatch: pytest.MonkeyPatch) -> N
         (spec(training={"optimizer": {"maxGradNorm": 2}}), spec(training={"optimizer": {"maxGradNorm": 2.0}})),
         (spec(training={"optimizer": {"betas": [0, 0.5]}}), spec(training={"optimizer": {"betas": [0.0, 5e-1]}})),
         (spec(training={"schedule": {"warmupRatio": 0.03}}), spec()),
-        (spec(training={"epochs": 1, "seed": 42, "precision": "bf16"}), spec()),
+        (spec(training={"epochs": 1.0, "seed": 42, "precision": "bf16"}), spec()),
         (spec(training={"globalBatchTokens": 65_536, "maxTokensPerMicroBatch": 4096}), spec()),
         (spec(training={"globalBatchTokens": 66_000}), spec()),
         (spec(training={"loss": "crossEntropy", "labelSmoothing": 0, "neftuneNoiseAlpha": 0.0}), spec()),

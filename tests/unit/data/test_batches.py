@@ -20,7 +20,7 @@ def stream() -> ExampleStream:
     return ExampleStream([len(LENGTHS)], weights=None, seed=9, shuffle=True)
 
 
-def packed(epochs: int | None = 1, bins_per_step: int = 4) -> PackedBatches:
+def packed(epochs: float | None = 1, bins_per_step: int = 4) -> PackedBatches:
     return PackedBatches(
         [FakeExamples(LENGTHS)],
         stream(),
@@ -32,7 +32,7 @@ def packed(epochs: int | None = 1, bins_per_step: int = 4) -> PackedBatches:
     )
 
 
-def by_size(bin_tokens: int | None, micro_batch_size: int = 2, epochs: int | None = 1) -> ExampleBatches:
+def by_size(bin_tokens: int | None, micro_batch_size: int = 2, epochs: float | None = 1) -> ExampleBatches:
     return ExampleBatches(
         [FakeExamples(LENGTHS)],
         stream(),
@@ -109,6 +109,21 @@ def test_steps_counted_in_examples_hold_them_as_stored_and_go_on_over_the_end_of
     assert steps.total_steps == 8
     held = [sorted(rows(steps.step(index))) for index in range(8)]
     assert held == [sorted(row % 10 for row in range(at, min(at + 4, 30))) for at in range(0, 30, 4)]
+
+
+@pytest.mark.parametrize(("epochs", "examples"), [(0.5, 250), (0.1, 50), (0.0011, 1), (1.5, 750), (2.0, 1000)])
+def test_a_part_of_a_pass_is_the_beginning_of_it(epochs: float, examples: int) -> None:
+    # Given a schedule by examples, and a packed one
+    for part, whole in ((by_size(64, epochs=epochs), by_size(64, epochs=2)), (packed(epochs), packed(None))):
+        assert part.total_steps is not None
+        steps = [part.step(index) for index in range(part.total_steps)]
+        # Then as many examples are trained, and all but the last step are those of the whole
+        assert sum(step.examples for step in steps) == examples
+        # How many steps a pass has is known by half of it as well
+        assert epochs < 0.5 or part.steps_per_epoch == pytest.approx(whole.steps_per_epoch, rel=0.1)
+    parts, wholes = by_size(64, epochs=epochs), by_size(64, epochs=3)
+    for index in range((parts.total_steps or 0) - 1):
+        assert rows(parts.step(index)) == rows(wholes.step(index))
 
 
 def test_an_endless_schedule_goes_on_past_the_epoch() -> None:

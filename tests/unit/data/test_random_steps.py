@@ -1,8 +1,10 @@
 """Random sizes, weights and settings beside a plain reference: what is in which step, and who computes it."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 import pytest
 
@@ -61,7 +63,7 @@ def test_steps_are_those_of_the_reference_wherever_a_run_goes_on_and_whoever_com
     sizes = draw.choices([1, 2, 5, 13, 40], k=draw.choice([1, 2, 4]))
     sources = [FakeExamples(draw.choices(range(2, 21), k=size), 1000 * i) for i, size in enumerate(sizes)]
     weights = draw.choice([None, draw.choices([1, 0.5, 3, 0.01], k=len(sizes))])
-    shuffle, epochs, order = draw.random() < 0.7, draw.choice([1, 2, 3]), draw.randrange(2**31)
+    shuffle, epochs, order = draw.random() < 0.7, draw.choice([1, 2, 3, 0.3, 1.7]), draw.randrange(2**31)
     kind, window = draw.choice(["tokens", "examples", "unpacked"]), draw.choice([3, 16, 4096])
     each = draw.choice([1, 2, 3, 7])
     monkeypatch.setattr(batches, "PACKING_WINDOW", window)
@@ -89,9 +91,9 @@ def test_steps_are_those_of_the_reference_wherever_a_run_goes_on_and_whoever_com
         return sorted((sorted(bin_, key=examples.index) for bin_ in bins), key=lambda bin_: examples.index(bin_[0]))
 
     size = sum(sizes)
-    stream = in_order(sizes, weights, order, shuffle, epochs * size)
+    stream = in_order(sizes, weights, order, shuffle, math.ceil(Fraction(str(epochs)) * size))
     if weights is None:
-        assert [*Counter(stream[:size]).values()] == [1] * size
+        assert [*Counter(stream[:size]).values()] == [1] * min(size, len(stream))
     if kind == "tokens":
         width = min(window, size)
         cut = [stream[start : start + width] for start in range(0, len(stream), width)]

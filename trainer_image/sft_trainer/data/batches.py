@@ -5,6 +5,7 @@ of processes. Its bins are dealt out by what they cost (``dealing.py``); a proce
 an empty one, so that all take part in the same collectives.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,11 @@ class _Sized:
         )
 
 
+def _examples(epochs: float, stream: ExampleStream) -> int:
+    """How many there are in ``epochs``, as these are written: 0.1, not the binary number next to it."""
+    return math.ceil(Fraction(str(epochs)) * stream.epoch_size)
+
+
 class ExampleBatches:
     """Steps of a fixed number of examples (``globalBatchSize``), packed within the step or a few at a time."""
 
@@ -103,7 +109,7 @@ class ExampleBatches:
         stream: ExampleStream,
         *,
         global_batch_size: int,
-        epochs: int | None,
+        epochs: float | None,
         micro_batch_size: int | None,
         bin_tokens: int | None,
     ) -> None:
@@ -112,7 +118,7 @@ class ExampleBatches:
         self._batch = global_batch_size
         self._micro_batch = micro_batch_size
         self._bin_tokens = bin_tokens
-        self._limit = None if epochs is None else epochs * stream.epoch_size
+        self._limit = None if epochs is None else _examples(epochs, stream)
         self.total_steps = None if self._limit is None else -(-self._limit // global_batch_size)
 
     @property
@@ -147,7 +153,7 @@ class PackedBatches:
         *,
         bin_tokens: int,
         bins_per_step: int,
-        epochs: int | None,
+        epochs: float | None,
         seed: int,
         shuffle: bool,
         known: Sequence[int] | None = None,
@@ -161,7 +167,7 @@ class PackedBatches:
         self._shuffle = shuffle
         # A pass of fewer examples is packed by itself; a window of a longer one may reach into the next pass.
         self._window = min(PACKING_WINDOW, stream.epoch_size)
-        self._limit = None if epochs is None else epochs * stream.epoch_size
+        self._limit = None if epochs is None else _examples(epochs, stream)
         self._ends = [0]
         """Bins before window w; grows as windows are packed."""
         self._cached: dict[int, list[Bin]] = {}
