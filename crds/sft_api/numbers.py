@@ -55,6 +55,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "lora.targetModules": None,
     "lora.excludeModules": None,
     "lora.initMethod": None,
+    "lora.learningRateRatio": 1,
     "lora.adapterUri": None,
     "lora.basePrecision": None,
     "data.heldOut.fraction": None,
@@ -138,12 +139,15 @@ _NO_POSITION = (
     "strategy.megatron.",
     "checkpoint.resume.from.",
     "lora.initMethod",
+    "lora.learningRateRatio",
     _FIRST_ADAPTERS,
     "lora.basePrecision",
     _MODULES,
 )
 """What begins so decides neither which tokens a step sees nor with which random numbers."""
-_NOT_OF_VALUES = frozenset({"lora.dropout", "lora.initMethod", _FIRST_ADAPTERS, "lora.basePrecision"})
+_NOT_OF_VALUES = frozenset(
+    {"lora.dropout", "lora.initMethod", "lora.learningRateRatio", _FIRST_ADAPTERS, "lora.basePrecision"}
+)
 """What may be another while the same values of adapters mean the same."""
 
 NUMBERS = frozenset({*_DEFAULTS, _MODEL, f"{_SOURCES}[].uri", *(f"{_SOURCES}[].{name}" for name in _SOURCE_DEFAULTS)})

@@ -348,10 +348,12 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     elif schedule.cycles is not None:
         decay = f", {schedule.cycles} times"
     precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
+    times = spec.lora.learning_rate_ratio if spec.lora else None
+    of_b = f", of B {plan.learning_rate * times:g} (lora.learningRateRatio)" if times else ""
     return [
         Decision(
             "learning rate",
-            f"{plan.learning_rate:g}",
+            f"{plan.learning_rate:g}{of_b}",
             origin_of(training.optimizer, "learning_rate"),
             "training.optimizer.learningRate, at its peak" + ("; 1e-4 with lora when absent" if spec.lora else ""),
         ),

@@ -188,6 +188,7 @@ _OTHER_NAMES = {
     "lorarank": "lora.rank",
     "loraalpha": "lora.alpha",
     "loradropout": "lora.dropout",
+    "lorapluslrratio": "lora.learningRateRatio",
     "loratarget": "lora.targetModules",
     "loratargetlinear": "lora.targetModules",
     "loratargetmodules": "lora.targetModules",

@@ -263,7 +263,8 @@ NOTHING_EXPORTED = manifest(
 EXPERTS = manifest(
     {
         "lora": "{rank: 32, expertRank: 4, targetModules: [all-linear, experts, layers.3.mlp.experts.down_proj], "
-        "excludeModules: [layers.0.mlp.experts], adapterUri: hf://org/adapters@v2, initMethod: kaiming}",
+        "excludeModules: [layers.0.mlp.experts], adapterUri: hf://org/adapters@v2, initMethod: kaiming, "
+        "learningRateRatio: 16}",
         "training": "{schedule: {type: polynomial, power: 0.5}}",
     }
 )

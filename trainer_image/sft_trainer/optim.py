@@ -10,10 +10,13 @@ from sft_api.plan import decay_steps, warmup_steps
 from sft_api.v1alpha1 import SFTJobSpec
 from sft_api.v1alpha1.workload import ScheduleSpec
 
+from .models.lora import B
 from .rounded_adamw import RoundedAdamW
 
 _UPDATES = "step"
 """Key under which the optimizer counts the updates of a parameter."""
+_RATIO = "rate_ratio"
+"""Of a group of parameters: by which the learning rate is multiplied for it."""
 _INVERSE_SQRT_STEPS = 10_000
 """After which an inverse square root is half the way down in its square, where there is no warm-up to say it."""
 
@@ -57,7 +60,8 @@ def build_optimizer(
     peak: float,
     held: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = lambda tensor: (tensor, 0),
 ) -> torch.optim.Optimizer:
-    """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases.
+    """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases. The matrices B of
+    adapters have a learning rate of their own where ``lora.learningRateRatio`` says so (LoRA+, arXiv 2402.12354).
 
     ``held`` gives what this process has of a tensor, and which of all its elements, by rows, is the first of it.
     """
@@ -65,12 +69,15 @@ def build_optimizer(
     names: dict[torch.Tensor, str] = {
         parameter: name for name, parameter in named_parameters if parameter.requires_grad
     }
-    decayed = [parameter for parameter, name in names.items() if _is_decayed(name, parameter)]
-    plain = [parameter for parameter, name in names.items() if not _is_decayed(name, parameter)]
+    ratio_of_b = spec.lora.learning_rate_ratio if spec.lora else None
+    members: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for parameter, name in names.items():
+        ratio = ratio_of_b if ratio_of_b and name.endswith(f".{B}") else 1.0
+        decay = options.weight_decay if _is_decayed(name, parameter) else 0.0
+        members.setdefault((decay, ratio), []).append(parameter)
     groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((decayed, options.weight_decay), (plain, 0.0))
-        if params
+        {"params": params, "weight_decay": decay, "lr": peak * ratio, _RATIO: ratio}
+        for (decay, ratio), params in members.items()
     ]
     betas = (options.betas[0], options.betas[1])
     if options.state_dtype != "fp32" or spec.training.held_dtype == "bf16":
@@ -103,7 +110,7 @@ def update(optimizer: torch.optim.Optimizer, rate: float, skips: torch.Tensor) -
     kernels look at it on the device.
     """
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[_RATIO]
     optimizer.found_inf = skips  # type: ignore[attr-defined]
     optimizer.step()
     optimizer.found_inf = None  # type: ignore[attr-defined]

@@ -65,6 +65,11 @@ class LoraSpec(ApiModel):
         description="First values of the matrix A: kaiming, uniform within 1 / sqrt(inputs) of 0, or gaussian, with a "
         "deviation of 1 / rank. B is 0: training starts from the model as it is.",
     )
+    learning_rate_ratio: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        default=None,
+        description="By which the learning rate is multiplied for the matrix B alone (LoRA+): 16 as its authors have "
+        "it. 1 when absent.",
+    )
     adapter_uri: ModelUri | None = Field(
         default=None,
         description="Where adapters are from which training starts, as peft writes them (adapter_config.json, "

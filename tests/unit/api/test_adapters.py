@@ -161,6 +161,7 @@ def test_names_count_in_any_order_and_once() -> None:
         ("excludeModules", ["q_proj"], False),
         ("dropout", 0.1, True),
         ("initMethod", "gaussian", True),
+        ("learningRateRatio", 16, True),
         ("basePrecision", "fp32", True),
     ],
 )
@@ -176,6 +177,7 @@ def test_whose_values_another_run_can_begin_with(field: str, value: Any, fits: b
     [
         ({"lora": {"dropout": 0.1}}, False),
         ({"lora": {"initMethod": "gaussian"}}, True),
+        ({"lora": {"learningRateRatio": 16}}, True),
         ({"training": {"precision": "fp32"}}, True),
     ],
 )

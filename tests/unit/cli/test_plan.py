@@ -198,7 +198,7 @@ def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_fil
     assert "87,293,952 of 8,278,029,312 (1.05%)" in row
     assert row.endswith("252 layers with adapters, by the sizes that memory is counted by")
     # And of a mixture, of whose experts there are as many adapters
-    lora = {"targetModules": ["all-linear", "experts"], "expertRank": 2}
+    lora = {"targetModules": ["all-linear", "experts"], "expertRank": 2, "learningRateRatio": 16}
     show_plan(job(model={"uri": "hf://Qwen/Qwen3-30B-A3B"}, lora=lora), "text")
     rows = capsys.readouterr().out.splitlines()
     (row,) = [line for line in rows if "trained parameters" in line]
@@ -207,6 +207,7 @@ def test_what_is_trained_of_a_model_whose_shape_is_known_is_told_without_its_fil
     assert row.endswith("192 layers and the experts of 48 layers with adapters, by the sizes that memory is counted by")
     (row,) = [line for line in rows if line.split()[0] == "adapters" and "rank" in line]
     assert "rank 32, of experts 2, alpha 32 " in row
+    assert any("0.0001, of B 0.0016 (lora.learningRateRatio)" in line for line in rows)
     assert row.endswith("lora.rank, .expertRank, .alpha, .dropout")
     lora = {"targetModules": ["layers.0.mlp.experts"]}
     show_plan(job(model={"uri": "hf://Qwen/Qwen3-30B-A3B"}, lora=lora), "text")

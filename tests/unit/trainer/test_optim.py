@@ -9,7 +9,7 @@ import transformers
 
 from sft_api.v1alpha1 import SFTJobSpec
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.optim import build_optimizer, learning_rate
+from sft_trainer.optim import build_optimizer, learning_rate, update
 from tests.architectures import small_config
 
 
@@ -166,3 +166,32 @@ def test_nor_do_norms_that_have_weights_for_each_head(tmp_path: Path) -> None:
     decay = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     assert decay[attention.q_proj.weight] == 0.1
     assert decay[attention.q_norm.weight] == decay[attention.k_norm.weight] == 0.0
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_b_of_an_adapter_has_a_rate_of_its_own(moments: str) -> None:
+    # Given adapters, and what is trained whole beside them, by LoRA+
+    names = ["q_proj.lora_A.weight", "q_proj.lora_B.weight", "experts.adapters.down_proj.lora_B.weight", "norm.weight"]
+    document = spec().model_dump(by_alias=True, mode="json", exclude_none=True)
+    document["training"]["optimizer"] |= {"stateDtype": moments, "weightDecay": 0.5}
+    after = []
+    for ratio in (None, 1, 4):
+        document["lora"] = {} if ratio is None else {"learningRateRatio": ratio}
+        parameters = [torch.nn.Parameter(torch.ones(2, 64) if "." in name[:-7] else torch.ones(64)) for name in names]
+        optimizer = build_optimizer(
+            zip(names, parameters, strict=True), SFTJobSpec.model_validate(document), 1.0, lambda tensor: (tensor, 0)
+        )
+        # When two steps are made, of which the second is at half the rate
+        for rate in (1e-2, 5e-3):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            update(optimizer, rate, torch.zeros(()))
+        after.append([float(parameter.detach().mean()) for parameter in parameters])
+
+    # Then B moves, and decays, by so many times the rate, and all else as ever
+    def moved(rate: float, decay: float) -> float:
+        first = 1 - rate * decay - rate
+        return first - rate / 2 * decay * first - rate / 2
+
+    assert after[0] == after[1]
+    assert after[2] == pytest.approx([moved(0.01, 0.5), moved(0.04, 0.5), moved(0.04, 0.5), moved(0.01, 0)], abs=1e-4)
