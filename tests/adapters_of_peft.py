@@ -10,7 +10,8 @@ _EXPERTS = "experts"
 
 def plain_name(name: str) -> str:
     """What peft calls ``name``, without what it puts around a model and an adapter."""
-    return name.removeprefix("base_model.model.").replace(".default.", ".")
+    plain = name.removeprefix("base_model.model.").replace(".default.", ".")
+    return plain.replace("lora_magnitude_vector.weight", "lora_magnitude")
 
 
 def as_here(

@@ -120,10 +120,12 @@ def no_such_module(name: str, parameters: Iterable[str]) -> str:
     )
 
 
-def adapter_parameters(shapes: Mapping[str, tuple[int, ...]], rank: int, rank_of_experts: int) -> int:
+def adapter_parameters(
+    shapes: Mapping[str, tuple[int, ...]], rank: int, rank_of_experts: int, *, dora: bool = False
+) -> int:
     """Parameters of the adapters of linear layers with these weights, (outputs, inputs), and of experts with these,
-    (experts, outputs, inputs): A and B of each."""
+    (experts, outputs, inputs): A and B of each, and by ``dora`` a magnitude for each output."""
     return sum(
-        math.prod(experts) * (rank_of_experts if experts else rank) * (outputs + inputs)
+        math.prod(experts) * (rank_of_experts if experts else rank) * (outputs + inputs) + outputs * dora
         for *experts, outputs, inputs in shapes.values()
     )

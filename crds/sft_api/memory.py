@@ -127,7 +127,9 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
     lora = spec.lora
     adapted = adapted_of(shape, spec)
-    adapters = [adapter_parameters(each, lora.rank, lora.rank_of_experts) for each in adapted] if lora else [0]
+    ranks = (lora.rank, lora.rank_of_experts) if lora else (0, 0)
+    dora = bool(lora and lora.use_dora)
+    adapters = [adapter_parameters(each, *ranks, dora=dora) for each in adapted] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]
@@ -478,6 +480,9 @@ def block_memory(
     if lora and lora.rank_of_experts % ROW_MULTIPLE:
         copied = {name: sizes for name, sizes in shape.of_experts.items() if name in adapted}
         kept += computed * adapter_parameters(copied, 0, _computed_rank(lora.rank_of_experts)) / tokens
+    if lora and lora.use_dora:
+        # For the gradients of magnitudes: what these are multiplied with.
+        kept += computed * sum(outputs for _, outputs in adapters)
     if lora and dropout:
         kept += sum((computed + 1) * shape.linear[name][1] for name in adapted)
     working: float = computed * 2 * (inner + width)

@@ -56,6 +56,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "lora.excludeModules": None,
     "lora.initMethod": None,
     "lora.learningRateRatio": 1,
+    "lora.useDora": False,
     "lora.adapterUri": None,
     "lora.basePrecision": None,
     "data.heldOut.fraction": None,

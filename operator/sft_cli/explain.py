@@ -249,8 +249,9 @@ def _adapters(lora: LoraSpec) -> list[Decision]:
         Decision(
             "adapters",
             f"{lora.in_words}{dropout}",
-            origin_of(lora, "rank", "expert_rank", "alpha", "dropout"),
-            f"lora.rank, {'.expertRank, ' if lora.names_experts else ''}.alpha, .dropout",
+            origin_of(lora, "rank", "expert_rank", "alpha", "dropout", "use_dora"),
+            f"lora.rank, {'.expertRank, ' if lora.names_experts else ''}.alpha, .dropout"
+            f"{', .useDora' if lora.use_dora else ''}",
         ),
         Decision(
             "adapters on",

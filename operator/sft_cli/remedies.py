@@ -188,6 +188,8 @@ _OTHER_NAMES = {
     "lorarank": "lora.rank",
     "loraalpha": "lora.alpha",
     "loradropout": "lora.dropout",
+    "usedora": "lora.useDora",
+    "peftusedora": "lora.useDora",
     "lorapluslrratio": "lora.learningRateRatio",
     "loratarget": "lora.targetModules",
     "loratargetlinear": "lora.targetModules",

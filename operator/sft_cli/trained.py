@@ -108,7 +108,8 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
     except AdapterError as error:
         return hint_on_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
     sizes = {**matrices, **stacked}
-    added = adapter_parameters({name: sizes[name] for name in layers}, lora.rank, lora.rank_of_experts) if lora else 0
+    of_layers = {name: sizes[name] for name in layers}
+    added = adapter_parameters(of_layers, lora.rank, lora.rank_of_experts, dora=bool(lora.use_dora)) if lora else 0
     experts = {name.rpartition(".")[0] for name in layers if name in stacked}
     inside = [name for name in shapes if within(_as_module(name), modules)]
     if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):

@@ -272,6 +272,24 @@ RULES = [
         "lora.initMethod is that of new adapters, and lora.adapterUri names some: leave one out",
     ),
     Bad(
+        "magnitudes of experts",
+        "spec.lora",
+        {"lora": "{useDora: true, targetModules: [experts]}"},
+        "lora.useDora is of linear layers, and lora.targetModules names experts: leave one out",
+    ),
+    Bad(
+        "magnitudes with dropout",
+        "spec.lora",
+        {"lora": "{useDora: true, dropout: 0.1}"},
+        "lora.dropout is not there with lora.useDora, which computes with the sum of both: leave one out",
+    ),
+    Bad(
+        "magnitudes of adapters that begin as others",
+        "spec.lora",
+        {"lora": "{useDora: true, adapterUri: hf://org/adapters}"},
+        "lora.adapterUri names adapters as LoRA has them, and lora.useDora is true: leave one out",
+    ),
+    Bad(
         "adapters and a checkpoint to begin from",
         "spec",
         {"lora": "{adapterUri: hf://org/adapters}", "checkpoint": "{resume: {from: {uri: s3://b/run}}}"},

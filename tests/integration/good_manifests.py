@@ -175,6 +175,7 @@ EVERY_OTHER_FIELD = manifest(
         "model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: llama3, factor: 8.0, "
         "original_max_position_embeddings: 8192, low_freq_factor: 1, high_freq_factor: 4.0}, attention_dropout: 0.1}}",
         "data": "{train: [{uri: hf://org/rows}], heldOut: {fraction: 0.5}, packing: none, sampler: sequential}",
+        "lora": "{useDora: true, targetModules: [q_proj]}",
         "training": "{epochs: 1.5, globalBatchSize: 16, microBatchSize: 4, "
         "schedule: {type: warmupStableDecay, warmupSteps: 5, decaySteps: 5}, loss: dft, labelSmoothing: 0, "
         "routerAuxLossCoefficient: 0.001, precision: fp32, evaluation: {everyEpochs: 0.25, earlyStopping: {}}}",

@@ -70,6 +70,11 @@ class LoraSpec(ApiModel):
         description="By which the learning rate is multiplied for the matrix B alone (LoRA+): 16 as its authors have "
         "it. 1 when absent.",
     )
+    use_dora: bool | None = Field(
+        default=None,
+        description="Whether adapters change the direction of each row of a weight, and a number of its own its "
+        "magnitude (DoRA). false when absent.",
+    )
     adapter_uri: ModelUri | None = Field(
         default=None,
         description="Where adapters are from which training starts, as peft writes them (adapter_config.json, "
@@ -115,6 +120,21 @@ class LoraSpec(ApiModel):
             "lora.initMethod is that of new adapters, and lora.adapterUri names some: leave one out",
             lambda self: self.adapter_uri is None or self.init_method == "kaiming",
         ),
+        Rule(
+            f"!(has(self.useDora) && self.useDora) || !({_NAMES_EXPERTS})",
+            "lora.useDora is of linear layers, and lora.targetModules names experts: leave one out",
+            lambda self: not self.use_dora or not self.names_experts,
+        ),
+        Rule(
+            "!(has(self.useDora) && self.useDora) || !(has(self.dropout) && self.dropout > 0.0)",
+            "lora.dropout is not there with lora.useDora, which computes with the sum of both: leave one out",
+            lambda self: not self.use_dora or not self.dropout,
+        ),
+        Rule(
+            "!(has(self.useDora) && self.useDora) || !has(self.adapterUri)",
+            "lora.adapterUri names adapters as LoRA has them, and lora.useDora is true: leave one out",
+            lambda self: not self.use_dora or self.adapter_uri is None,
+        ),
     )
 
     @property
@@ -131,7 +151,7 @@ class LoraSpec(ApiModel):
     def in_words(self) -> str:
         """Its ranks and alpha, for people."""
         of_experts = f", of experts {self.rank_of_experts}" if self.names_experts else ""
-        return f"rank {self.rank}{of_experts}, alpha {self.effective_alpha:g}"
+        return f"rank {self.rank}{of_experts}, alpha {self.effective_alpha:g}{', DoRA' * bool(self.use_dora)}"
 
     @property
     def scaling(self) -> float:

@@ -149,7 +149,7 @@ def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
         (4, 2, 2, {"rank": 1, "basePrecision": "bf16"}, "fp32", 2e-5),
         # Its base is none of FSDP's parameters, and that of two processes is
         (1, None, 2, {}, "bf16", 2e-3),
-        (4, 2, 1, {"basePrecision": "nf4"}, "fp32", 2e-5),
+        (4, 2, 1, {"basePrecision": "nf4", "useDora": True}, "fp32", 2e-5),
         (1, None, 3, {"basePrecision": "nf4"}, "bf16", 2e-3),
         # Of four experts the third of three processes has none
         (3, None, 1, {"basePrecision": "nf4", "excludeModules": [], "kind": "qwen3_moe"}, "fp32", 2e-5),
@@ -161,7 +161,7 @@ def wide_model(inputs: Any, folder: Path, kind: str) -> Path:
         "sharded",
         "hybrid",
         "alone",
-        "hybrid in 4 bits",
+        "magnitudes, hybrid in 4 bits",
         "alone in 4 bits",
         "experts in 4 bits",
         "experts as published",

@@ -88,6 +88,7 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("qwen3", {}, None, {}, 2),
         # The first layer's input needs no gradient there; layers of two kinds are two.
         ("llama", {}, {"rank": 4, "dropout": 0.3}, {"activationCheckpointing": "full"}, 3),
+        ("qwen3", {}, {"rank": 4, "useDora": True}, {"activationCheckpointing": "selective"}, 3),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},

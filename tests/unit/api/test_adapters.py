@@ -103,6 +103,7 @@ def test_the_shortest_names_are_ends_where_these_will_do() -> None:
 def test_an_adapter_has_rank_times_inputs_and_outputs() -> None:
     linear = {"a": (8, 4), "b": (3, 4)}
     assert adapter_parameters(linear, 2, 5) == 2 * (8 + 4) + 2 * (3 + 4)
+    assert adapter_parameters(linear, 2, 5, dora=True) == 2 * (8 + 4) + 2 * (3 + 4) + 8 + 3
     assert adapter_parameters({**linear, "of 6 experts": (6, 8, 4)}, 2, 5) == 2 * (8 + 4) + 2 * (3 + 4) + 6 * 5 * 12
 
 
@@ -162,6 +163,7 @@ def test_names_count_in_any_order_and_once() -> None:
         ("dropout", 0.1, True),
         ("initMethod", "gaussian", True),
         ("learningRateRatio", 16, True),
+        ("useDora", True, False),
         ("basePrecision", "fp32", True),
     ],
 )

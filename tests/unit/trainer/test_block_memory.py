@@ -206,6 +206,16 @@ def test_selective_checkpointing_keeps_products_of_adapters_that_are_worth_it(ki
     assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
 
 
+@pytest.mark.parametrize("names", [["all-linear"], ["o_proj"], ["down_proj"]], ids=" ".join)
+@pytest.mark.parametrize(("kind", "how"), [("llama", "none"), ("qwen3", "selective"), ("phi3", "full")])
+def test_magnitudes_keep_what_they_are_multiplied_with(kind: str, how: str, names: list[str]) -> None:
+    lora = {"rank": 32, "targetModules": names, "useDora": True}
+    reckoned, seen = both(kind, lora=lora, training={"activationCheckpointing": how})
+
+    assert reckoned.kept == pytest.approx(seen.kept, rel=0.02)
+    assert reckoned.kept + reckoned.working == pytest.approx(seen.kept + seen.working, rel=0.1)
+
+
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 @pytest.mark.parametrize("names", [["all-linear"], ["gate_up_proj"], ["qkv_proj"]], ids=" ".join)
 def test_adapters_of_gate_and_up_in_one_layer_are_reckoned(names: list[str], how: str) -> None:

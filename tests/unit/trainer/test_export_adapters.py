@@ -22,12 +22,15 @@ from sft_trainer.export.forms import Adapters
 from sft_trainer.export.record import is_finished, read_export
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest
+from sft_trainer.models.nf4 import pack, unpacked
+from sft_trainer.models.quantised import packed_weights
+from tests.bins import random_bin
 from tests.exports import content, export, exported
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
 from tests.unit.trainer.exporting import SMALL, checkpoint, make_model
 from tests.unit.trainer.test_export_folder import Watched, full_at
-from tests.unit.trainer.test_lora import adapters_of, filled, strategy
+from tests.unit.trainer.test_lora import adapters_of, filled, strategy, their_loss
 from tests.unit.trainer.test_models import save_model
 from tests.whole_models import save_whole
 
@@ -35,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6, "excludeModules": ["1.mlp.up_proj"]}
 SPEC = LoraSpec.model_validate(LORA)
+WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16}
 
 
 @pytest.fixture
@@ -138,6 +142,40 @@ def test_adapters_have_the_names_and_the_configuration_of_peft(tmp_path: Path, r
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files >= {"README.md", "tokenizer.json", "chat_template.jinja", "training-run.json"}
     assert not {"config.json", EXPORT_MARK} & files
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_by_dora_both_forms_are_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # Given adapters with magnitudes beside a base that is rounded, or not, and values that come in small blocks
+    source = make_model(tmp_path / "model", "llama", "float32", **(WHOLE_BLOCKS if base == "nf4" else {}))
+    lora = {**LORA, "useDora": True, "basePrecision": base if base == "nf4" else "fp32"}
+    ours, store = filled(strategy(source, lora)), LocalStore(tmp_path / "store")
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    spec = LoraSpec.model_validate(lora)
+    monkeypatch.setattr(values, "BLOCK_BYTES", 3000)
+    what = replace(exported(store, manifest, source), adapters=Adapters(spec, "adapter", "hf://org/model@0123abc"))
+    export(what, LocalStore(tmp_path / "adapters"))
+    whole = replace(what, adapters=Adapters(spec, "model", "hf://org/model"), model=build_on_meta(source))
+    export(whole, LocalStore(tmp_path / "merged"))
+
+    # Then peft and transformers make of a text what was trained
+    bins = (random_bin(2, 12),)
+    wanted = ours.forward_sums(bins)[0].float()
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    if base == "nf4":
+        with torch.no_grad():
+            for name in packed_weights(plain, "nf4", lambda name: False):
+                plain.get_parameter(name).copy_(unpacked(pack(plain.get_parameter(name)), torch.float32))
+    untrained = their_loss(plain, bins).detach()
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapters"))
+    merged_model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for found in (loaded, merged_model):
+        torch.testing.assert_close(their_loss(found, bins).detach(), wanted, rtol=1e-5, atol=0)
+    assert abs(untrained - wanted) > 0.01
+    assert json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())["use_dora"]
 
 
 def test_each_form_takes_the_place_of_the_other(tmp_path: Path, run: tuple[Any, Exported]) -> None:

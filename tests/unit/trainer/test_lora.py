@@ -16,7 +16,14 @@ from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.errors import ConfigError
 from sft_trainer.flops import ModelFlops, training_flops
 from sft_trainer.models.causal_lm import build_on_meta
-from sft_trainer.models.lora import adapted_layers, add_adapters, initialize_adapters, is_adapter
+from sft_trainer.models.lora import (
+    MAGNITUDE,
+    LoraLinear,
+    adapted_layers,
+    add_adapters,
+    initialize_adapters,
+    is_adapter,
+)
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.topology import ALONE
@@ -75,13 +82,16 @@ def as_peft(reference: Any, lora: LoraSpec, values: dict[str, torch.Tensor], tar
         target_modules=targets,
         exclude_modules=lora.exclude_modules or None,
         task_type="CAUSAL_LM",
+        use_dora=bool(lora.use_dora),
     )
     model = get_peft_model(reference, config)
     theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert {plain_name(name) for name in theirs} == values.keys()
     with torch.no_grad():
         for name, parameter in theirs.items():
-            parameter.copy_(values[plain_name(name)])
+            # Of a magnitude peft has all, which are first the norms of the rows, and we what there is more
+            value = values[plain_name(name)]
+            parameter.copy_(parameter + value if plain_name(name).endswith(MAGNITUDE) else value)
     return model
 
 
@@ -131,15 +141,16 @@ def test_the_layers_are_those_that_peft_would_choose(
 
 
 @pytest.mark.parametrize(("kind", "options"), FAMILIES)
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("activation_checkpointing", ["none", "full"])
 def test_loss_and_gradients_are_those_of_peft(
-    tmp_path: Path, kind: str, options: dict[str, Any], activation_checkpointing: str
+    tmp_path: Path, kind: str, options: dict[str, Any], activation_checkpointing: str, dora: bool
 ) -> None:
     # Given the same model and adapters, of which neither is 0
     reference = save_model(kind, tmp_path, **options)
-    lora = {"rank": 4, "alpha": 10}
+    lora = {"rank": 4, "alpha": 10, "useDora": dora}
     ours = filled(strategy(tmp_path, lora, activationCheckpointing=activation_checkpointing))
-    theirs = as_peft(reference, LoraSpec(**lora), adapters_of(ours), "all-linear")
+    theirs = as_peft(reference, LoraSpec.model_validate(lora), adapters_of(ours), "all-linear")
 
     # When both compute the loss of bins, peft document by document
     loss = ours.forward_backward(BINS, TRAINED)
@@ -176,15 +187,19 @@ def their_loss(model: Any, bins: Any = BINS) -> torch.Tensor:
     return total
 
 
-def test_after_steps_the_adapters_are_those_of_peft_and_the_base_is_as_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_after_steps_the_adapters_are_those_of_peft_and_the_base_is_as_it_was(tmp_path: Path, dora: bool) -> None:
     # Given a model with tied embeddings, adapters that peft has too, and a gradient that is clipped
     reference = save_model("qwen3", tmp_path, tie_word_embeddings=True)
-    lora = {"rank": 4, "targetModules": ["q_proj", "down_proj"]}
+    lora = {"rank": 4, "targetModules": ["q_proj", "down_proj"], "useDora": dora}
     ours = strategy(tmp_path, lora, optimizer={"weightDecay": 0.1, "eps": 1e-4, "maxGradNorm": 0.05})
-    theirs = as_peft(reference, LoraSpec(rank=4), adapters_of(ours), ["q_proj", "down_proj"])
+    theirs = as_peft(reference, LoraSpec(rank=4, use_dora=dora), adapters_of(ours), ["q_proj", "down_proj"])
     before = {name: box.read().clone() for name, box in _boxes(ours, "base").items()}
+    begun = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
     trained = [parameter for parameter in theirs.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, eps=1e-4, foreach=False)
+    # Magnitudes are no matrices, and do not decay
+    groups = [{"params": [p for p in trained if p.ndim == n], "weight_decay": decay} for n, decay in ((2, 0.1), (1, 0))]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4, foreach=False)
 
     # When both make steps
     for _ in range(6):
@@ -200,7 +215,9 @@ def test_after_steps_the_adapters_are_those_of_peft_and_the_base_is_as_it_was(tm
     # Then the adapters are equal, and have moved
     for name, parameter in theirs.named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(adapters_of(ours)[plain_name(name)], parameter.detach(), rtol=1e-5, atol=1e-6)
+            found, value = adapters_of(ours)[plain_name(name)], parameter.detach()
+            value = value - begun[name] if plain_name(name).endswith(MAGNITUDE) else value
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
     assert all(value.abs().max() > 1e-3 for name, value in adapters_of(ours).items() if "lora_B" in name)
 
     # And the base is what it was to the last bit; there are no moments but those of adapters
@@ -274,10 +291,27 @@ def test_the_base_is_left_alone_only_where_it_is_computed_with_as_it_is_held(tmp
     assert base(precision="fp32") == {torch.nn.Parameter}
 
 
-def test_the_first_loss_is_that_of_the_model_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [{"dropout": 0.3}, {"useDora": True}], ids=str)
+def test_the_first_loss_is_that_of_the_model_as_it_is(tmp_path: Path, lora: dict[str, Any]) -> None:
     reference = save_model("llama", tmp_path)
-    ours = strategy(tmp_path, {"dropout": 0.3})
+    ours = strategy(tmp_path, lora)
     torch.testing.assert_close(ours.forward_sums(BINS)[0].float(), their_loss(reference).detach(), rtol=1e-6, atol=0)
+    # In bf16, too, magnitudes change nothing
+    first = [strategy(tmp_path, each, precision="bf16").forward_sums(BINS)[0] for each in ({}, lora)]
+    assert first[0] == first[1]
+
+
+def test_a_magnitude_that_is_a_little_more_counts_in_bf16() -> None:
+    # Given one that is 6 thousandths more than that of the base: the numbers of bf16 above 1 are 8 of them apart
+    layer = torch.nn.Linear(64, 256).bfloat16()
+    one = LoraLinear(layer, 4, 2.0, 0.0, dora=True).bfloat16()
+    inputs = torch.randn(500, 64).bfloat16()
+    with torch.no_grad():
+        one.lora_B.weight.zero_()
+        one.lora_magnitude.copy_(torch.linalg.vector_norm(layer.weight.float(), dim=1) * 6e-3)
+        before, after = ((found(inputs) - layer.bias).double() for found in (layer, one))
+    # Then so is what comes out, but for the rounding of each number
+    assert float((after * before).sum() / before.square().sum()) == pytest.approx(1.006, abs=5e-4)
 
 
 def test_dropout_is_drawn_by_the_bin_and_off_in_an_evaluation(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Shape:
     adapter_config: Mapping[str, Any] | None = None
     """Content of the last file, where that is not the model's own configuration."""
     added: Mapping[str, Beside] = field(default_factory=dict)
-    """Adapters that are added to the weights, by the canonical names of these."""
+    """Adapters that are added to the weights, or were trained beside them, by the canonical names of these."""
     packed: frozenset[str] = frozenset()
     """Names of weights that are what was trained beside, in 4 bits, and not what the base's files have."""
     copied: frozenset[str] = frozenset()
@@ -100,8 +100,13 @@ def shape_of(model: CausalLM, folder: Path, adapters: Adapters | None, file_byte
             return Shape("model", plan, copied=copied)
         added = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
         return Shape("model", plan, added=added, packed=_packed(model, adapters), copied=copied, either=True)
+    beside, packed = dict[str, Beside](), frozenset[str]()
+    if adapters.lora.use_dora:
+        # Of these peft has whole magnitudes, not what was added to those of the base.
+        beside = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
+        packed = _packed(model, adapters)
     config = _peft_config(adapters, model)
-    return Shape("adapter", plan_adapter(model, adapters.trains), config, either=True)
+    return Shape("adapter", plan_adapter(model, adapters.trains), config, beside, packed, either=True)
 
 
 def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
@@ -149,7 +154,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "fan_in_fan_out": False,
         "init_lora_weights": True if lora.init_method == "kaiming" else lora.init_method,
         "use_rslora": False,
-        "use_dora": False,
+        "use_dora": bool(lora.use_dora),
         "modules_to_save": [*map(model.module_of_whole, modules)] or None,
         "inference_mode": True,
     }

@@ -14,7 +14,7 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import A, StackedAdapter, stacked_adapter
+from sft_trainer.models.lora import MAGNITUDE, A, StackedAdapter, stacked_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
 from sft_trainer.models.weights import Untrained
 from sft_trainer.names.canonical import Part as CanonicalPart
@@ -203,6 +203,8 @@ def _other_names(model: CausalLM) -> dict[str, list[str]]:
 def _peft_entry(model: CausalLM, parameter: str, shape: tuple[int, ...], name: str) -> Entry:
     """The ``parameter`` of ``model``, of ``shape``, as it lies in peft's file by ``name``."""
     canonical, stacked = model.names.parts(parameter, shape), stacked_adapter(model.huggingface, parameter)
+    if parameter.endswith(f".{MAGNITUDE}"):
+        name = f"{name}_vector"
     if stacked is None:
         return Entry(f"{_PEFT_PREFIX}{model.module_of_whole(name)}", shape, _as_module(canonical))
     return _adapter_of_experts(stacked, canonical, model.module_of_whole(stacked.module))

@@ -25,6 +25,7 @@ from sft_trainer.models.lora import Beside
 from sft_trainer.models.nf4 import pack, unpacked
 from sft_trainer.models.weights import copy_tensors, load_weights
 from sft_trainer.names.canonical import Names
+from sft_trainer.names.canonical import Part as CanonicalPart
 
 from .plan import File, Part, Plan
 
@@ -56,7 +57,8 @@ class Values:
     ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
-        To those that it has in ``added``, by canonical name, adapters of the checkpoint are added.
+        To those that it has in ``added``, by canonical name, adapters of the checkpoint are added. The magnitudes of
+        these are whole ones: with the norms of rows of the base.
         Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits. Names in
         ``copied`` are not canonical, but those of tensors of the base's files.
         Raises CheckpointCorruptError, which names the checkpoint.
@@ -65,6 +67,7 @@ class Values:
         self._manifest = manifest
         self._names = names
         self._added = added or {}
+        self._magnitudes = {each.magnitude.name: name for name, each in self._added.items() if each.magnitude}
         self._stacked: tuple[str, int, Box, Box] | None = None
         self._packed = packed
         self._copied = frozenset(copied)
@@ -85,6 +88,8 @@ class Values:
             number = self._number(part.name)
             if number is None:
                 lacking.append(part.name)
+            elif part.name in self._magnitudes:
+                lacking.append(self._magnitudes[part.name])
             elif (shape := self._index.tensors[number].shape) != part.shape:
                 raise ConfigError(
                     f"{part.name!r} has shape {list(shape)} in the checkpoint {self._place}, but {list(part.shape)} by "
@@ -131,14 +136,35 @@ class Values:
         if from_base:
             load_weights(from_base, self._names, self._checked_base, on_tensor=lambda done: on_bytes(0))
         for box in from_base:
-            if box.name in self._packed:
-                box.write(unpacked(pack(box.local), torch.float32))
+            self._round(box)
             self._add_adapter(box, on_bytes)
+        for box in saved:
+            if box.name in self._magnitudes:
+                self._add_norms(box, on_bytes)
         values = [box.local.to(part.dtype) for box, part in zip(boxes, block, strict=True)]
         return [
             value.permute(part.order).contiguous() if part.order else value
             for value, part in zip(values, block, strict=True)
         ]
+
+    def _round(self, box: Box) -> None:
+        """Make of ``box``, of the base, what it was in training."""
+        if box.name in self._packed:
+            box.write(unpacked(pack(box.local), torch.float32))
+
+    def _add_norms(self, box: Box, on_bytes: OnBytes) -> None:
+        """Add the norms of the base's rows to ``box``, by how much magnitudes are more than these."""
+        weight = self._magnitudes[box.name]
+        columns = self._added[weight].a.shape[-1]
+        (first,), (count,) = box.place.offsets, box.place.sizes
+        at_once = max(1, BLOCK_BYTES // (4 * columns))
+        for begin in range(0, count, at_once):
+            rows = min(at_once, count - begin)
+            place = Rectangle((first + begin, 0), (rows, columns))
+            base = Box(weight, WEIGHT, (box.shape[0], columns), place, torch.empty(rows, columns))
+            load_weights([base], self._names, self._checked_base, on_tensor=lambda done: on_bytes(0))
+            self._round(base)
+            box.local[begin : begin + rows] += torch.linalg.vector_norm(base.local, dim=1)
 
     def _add_adapter(self, box: Box, on_bytes: OnBytes) -> None:
         """Add B A to ``box``, of the base, if it has an adapter; in fp32, to be rounded once."""
@@ -153,7 +179,12 @@ class Values:
             rank = beside.a.shape[0]
             places = Rectangle((0, left), (rank, columns)), Rectangle((first, 0), (rows, rank))
             a, b = self._factors(beside, *places, on_bytes)
+            norms = torch.linalg.vector_norm(box.local, dim=1)
             box.local.addmm_(b.local, a.local, alpha=beside.scaling)
+            if beside.magnitude is not None:
+                more = self._parts({beside.magnitude: Rectangle((first,), (rows,))}, on_bytes)[0].local
+                now = torch.linalg.vector_norm(box.local, dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+                box.local.mul_(((norms + more) / now)[:, None])
             return
         first += beside.first
         for expert, weight in enumerate(box.local, experts[0][0]):
@@ -176,15 +207,17 @@ class Values:
 
     def _factors(self, beside: Beside, a_place: Rectangle, b_place: Rectangle, on_bytes: OnBytes) -> tuple[Box, Box]:
         """A and B, of each what lies there."""
-        a, b = (
-            Box(factor.name, WEIGHT, factor.shape, place, torch.empty(place.sizes))
-            for factor, place in ((beside.a, a_place), (beside.b, b_place))
-        )
+        a, b = self._parts({beside.a: a_place, beside.b: b_place}, on_bytes)
+        return a, b
+
+    def _parts(self, places: Mapping[CanonicalPart, Rectangle], on_bytes: OnBytes) -> list[Box]:
+        """Of adapters in the checkpoint what lies there."""
+        boxes = [Box(part.name, WEIGHT, part.shape, place, torch.empty(place.sizes)) for part, place in places.items()]
         try:
-            read_boxes([a, b], self._store, self._manifest, self._index, on_bytes)
+            read_boxes(boxes, self._store, self._manifest, self._index, on_bytes)
         except CheckpointCorruptError as error:
             raise self._damaged(error) from error
-        return a, b
+        return boxes
 
     def _box(self, part: Part) -> Box:
         number = self._number(part.name)

@@ -4,6 +4,11 @@ As Hu et al. 2021 (arXiv 2106.09685) describe it, and peft computes it. A layer 
 base is read from hub files as without adapters; theirs are ``<layer>.lora_A.weight`` (rank, inputs) and
 ``<layer>.lora_B.weight`` (outputs, rank).
 
+DoRA (Liu et al. 2024, arXiv 2402.09353) takes from W + scaling * B A the direction of each row alone, and has a number
+for its magnitude: m / |W + scaling * B A|, by which y without the bias is multiplied for each output. The norm is taken
+for a constant in the backward pass, as there. What is trained is by how much m is more than |W|: that is 0 at first,
+so that a run begins with the model as it is to the last bit, in any precision.
+
 Experts, whose weights are stacked in a tensor, have theirs stacked in ``<experts>.adapters.<tensor>``, one for each.
 """
 
@@ -26,22 +31,26 @@ from sft_trainer.names.canonical import Names, Part
 
 from . import grouped_experts
 from .experts import has_experts, stacked_parameters
-from .nf4 import linear
+from .nf4 import linear, values_of
 from .routers import within_routers
 
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
+MAGNITUDE = "lora_magnitude"
+"""The same by DoRA: (outputs,), by how much the magnitude of each row is more than that of the frozen weight."""
 
 
 def is_adapter(name: str) -> bool:
     """Whether the parameter ``name``, canonical or of a module, is that of an adapter."""
-    return name.endswith((f".{A}", f".{B}"))
+    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}"))
 
 
 class LoraLinear(nn.Linear):
     """A linear layer with the weights of another, and an adapter beside them."""
 
-    def __init__(self, layer: nn.Linear, rank: int, scaling: float, dropout: float) -> None:
+    lora_magnitude: nn.Parameter | None
+
+    def __init__(self, layer: nn.Linear, rank: int, scaling: float, dropout: float, *, dora: bool = False) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
         self.weight, self.bias = layer.weight, layer.bias
         device, dtype = layer.weight.device, torch.float32
@@ -49,14 +58,37 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(self.in_features, rank, bias=False, device=device, dtype=dtype)
         self.lora_B = nn.Linear(rank, self.out_features, bias=False, device=device, dtype=dtype)
         self.scaling = scaling
+        self.register_parameter(
+            MAGNITUDE, nn.Parameter(torch.empty(self.out_features, device=device, dtype=dtype)) if dora else None
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """(..., inputs) to (..., outputs)."""
-        result = linear(inputs, self.weight, self.bias)
+        result = linear(inputs, self.weight, self.bias if self.lora_magnitude is None else None)
         # Between A and B, where there are few numbers: behind B all outputs, and their gradients, were read once more.
         lower: torch.Tensor = self.lora_A(self.lora_dropout(inputs)) * self.scaling
         added: torch.Tensor = self.lora_B(lower)
-        return result + added
+        if self.lora_magnitude is None:
+            return result + added
+        whole = result + added
+        # By how much it is more than 1: a number near 1 itself has few digits in bf16.
+        scaled = torch.addcmul(whole, whole, self._more(self.lora_magnitude).to(whole.dtype))
+        return scaled if self.bias is None else scaled + self.bias
+
+    def _more(self, magnitude: torch.Tensor) -> torch.Tensor:
+        """By how much more than by 1 each output is multiplied, by DoRA: (outputs,), fp32."""
+        with torch.no_grad():
+            a, b = self.lora_A.weight, self.lora_B.weight.float()
+            weight = values_of(self.weight, self.in_features, a.dtype)
+            frozen = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
+            # The norms of the rows of a sum, without the sum, which is as large as the weight once more. Products in
+            # batches, of one, are none of those that selective checkpointing keeps.
+            across = torch.bmm(weight[None], a.mT[None])[0].float() * b
+            within = torch.bmm(b[None], torch.bmm(a.float()[None], a.float().mT[None]))[0] * b
+            squares = frozen.square() + (2 * self.scaling * across + self.scaling**2 * within).sum(1)
+            norms = squares.clamp_min(0).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+        more: torch.Tensor = (magnitude.float() + (frozen - norms)) / norms
+        return more
 
 
 class _Stacked(nn.Module):
@@ -150,7 +182,9 @@ def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()
                 parent.add_module(grouped_experts.ADAPTERS, nn.ModuleDict())
             getattr(parent, grouped_experts.ADAPTERS)[leaf] = adapter
         else:
-            setattr(parent, leaf, LoraLinear(parent.get_submodule(leaf), lora.rank, lora.scaling, lora.dropout))
+            layer = parent.get_submodule(leaf)
+            dora = bool(lora.use_dora)
+            setattr(parent, leaf, LoraLinear(layer, lora.rank, lora.scaling, lora.dropout, dora=dora))
     if not stacked.isdisjoint(chosen):
         grouped_experts.use(huggingface)
     return chosen
@@ -219,6 +253,8 @@ class Beside:
     """Which of its outputs is the first of the tensor: gate and up share an adapter."""
     turned: bool = False
     """Whether the tensor is (experts, inputs, outputs)."""
+    magnitude: Part | None = None
+    """(outputs,), by DoRA: by how much the norm of each row is to be more than that of the tensor as it is."""
 
 
 def adapters_beside(huggingface: Any, names: Names, lora: LoraSpec, trained: Collection[str] = ()) -> dict[str, Beside]:
@@ -238,8 +274,10 @@ def adapters_beside(huggingface: Any, names: Names, lora: LoraSpec, trained: Col
         rank = lora.rank_of_experts if of_experts else lora.rank
         (a,) = names.parts(f"{adapter}.{A}", (*experts, rank, inputs))
         (b,) = names.parts(f"{adapter}.{B}", (*experts, outputs, rank))
+        magnitude = names.parts(f"{adapter}.{MAGNITUDE}", (outputs,))[0] if lora.use_dora else None
         for part in names.parts(weight, tuple(whole.shape)):
-            found[part.name] = Beside(a, b, lora.scaling, 0 if turned else part.start[-2], turned)
+            first = 0 if turned else part.start[-2]
+            found[part.name] = Beside(a, b, lora.scaling, first, turned, magnitude)
     return found
 
 
@@ -247,10 +285,11 @@ def adapters_beside(huggingface: Any, names: Names, lora: LoraSpec, trained: Col
 def initialize_adapters(boxes: Iterable[Box], lora: LoraSpec, seed: int) -> None:
     """Give those of ``boxes`` that are of adapters their first values: functions of ``seed`` and the name alone.
 
-    So they are the same on any number of processes. A is drawn as ``lora.initMethod`` says, as peft does; B is 0.
+    So they are the same on any number of processes. A is drawn as ``lora.initMethod`` says, as peft does; B, and what
+    DoRA adds to magnitudes, is 0.
     """
     for box in boxes:
-        if box.name.endswith(f".{B}"):
+        if box.name.endswith((f".{B}", f".{MAGNITUDE}")):
             box.local.detach().zero_()
         elif box.name.endswith(f".{A}"):
             *experts, rank, inputs = box.shape

@@ -55,6 +55,11 @@ def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return output
 
 
+def values_of(weight: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of a ``weight`` with so many ``columns``; a packed one is what products in ``dtype`` take it for."""
+    return weight if weight.shape[1] == columns else unpacked(weight, dtype)
+
+
 class _Product(torch.autograd.Function):
     """Keeps the packed weight for the backward pass, where autograd would keep the whole one of every layer."""
 
