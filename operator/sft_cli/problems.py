@@ -76,15 +76,15 @@ def field_path(location: Location) -> str:
     return path.removeprefix(".")
 
 
-def _unknown(location: Location) -> str:
-    return f"unknown field {field_path(location)}{meant_field(location, _job_schema())}"
+def _unknown(location: Location, value: Any = None) -> str:
+    return f"unknown field {field_path(location)}{meant_field(location, _job_schema(), value)}"
 
 
 def _lines(error: ErrorDetails) -> Iterator[str]:
     location, kind, value = error["loc"], error["type"], error["input"]
     path = field_path(location)
     if kind == "extra_forbidden":
-        yield _unknown(location)
+        yield _unknown(location, value)
     elif kind == "missing":
         yield f"{path}: is required"
     elif kind == "rule":

@@ -38,11 +38,13 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
         return "" if isinstance(plain_scalar(value), str) else "; leave the quotes out"
     if kind == "literal_error" and isinstance(value, str | int):
         choices = [str(choice) for choice in schema_at(root, location)["enum"]]
-        known = _OTHER_VALUES.get(bare(str(value)))
+        known = "int8" if _is_in_8_bits(value) else _OTHER_VALUES.get(bare(str(value)))
         return _did_you_mean(known if known in choices else closest(str(value), choices))
     if kind == "list_type":
         return _as_list(value, schema_at(root, location)["items"])
     if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
+        if _is_in_8_bits(value):
+            return _did_you_mean(_MOMENTS_IN_8_BITS)
         fields = schema_at(root, location).get("properties", {})
         return f"; write {{uri: {json.dumps(value)}}}" if "uri" in fields else ""
     return ""
@@ -107,6 +109,15 @@ _OTHER_VALUES = {
 }
 """What other tools call a value of ours that looks different."""
 
+_ADAMW_IN_8_BITS = re.compile(r"(paged)?adamw(bnb|torch)?8bit", re.ASCII)
+_MOMENTS_IN_8_BITS = "spec.training.optimizer.stateDtype: int8"
+
+
+def _is_in_8_bits(value: Any) -> bool:
+    """Whether ``value`` is what other tools call an AdamW whose moments have 8 bits."""
+    return isinstance(value, str) and _ADAMW_IN_8_BITS.fullmatch(bare(value)) is not None
+
+
 _PACKED = "lora.basePrecision: nf4"
 
 _OTHER_NAMES = {
@@ -127,6 +138,7 @@ _OTHER_NAMES = {
     "assistantonlyloss": "data.trainOn",
     "completiononlyloss": "data.trainOn",
     "trainoninputs": "data.trainOn",
+    "optim": "training.optimizer",
     "batchsize": "training.globalBatchSize",
     "trainbatchsize": "training.globalBatchSize",
     "perdevicetrainbatchsize": "training.microBatchSize",
@@ -233,11 +245,13 @@ _OVERRIDES = frozenset({"configOverrides", "transformerConfigOverrides"})
 """Whose fields are few of those that people know by their names from config.json, and from Megatron-Core."""
 
 
-def meant_field(location: tuple[int | str, ...], root: Schema) -> str:
-    """What was meant by the unknown field at ``location``, as the end of a sentence.
+def meant_field(location: tuple[int | str, ...], root: Schema, value: Any = None) -> str:
+    """What was meant by the unknown field at ``location`` that has this ``value``, as the end of a sentence.
 
     A name known from other tools goes before one that looks alike: ``save_steps`` is no way of writing ``steps``.
     """
+    if _is_in_8_bits(value):
+        return _did_you_mean(_MOMENTS_IN_8_BITS)
     *parents, last = location
     name = bare(str(last))
     beside = schema_at(root, tuple(parents)).get("properties", {})

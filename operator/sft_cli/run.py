@@ -93,7 +93,7 @@ def _run_job(job: SFTJob, manifest: Path, options: Options, signals: ExitStack) 
     with ExitStack() as locks:
         held = {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run)}
         if options.fresh:
-            _set_aside(run)
+            set_aside(run, datetime.now())
             held |= {locks.enter_context(_lock(file, folder)) for file, folder in _lock_files(run) if not file.exists()}
         files = _write_files(run)
         _introduce(run, files, options.overrides)
@@ -283,7 +283,7 @@ def _lock(file: Path, folder: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def _set_aside(run: LocalRun) -> None:
+def set_aside(run: LocalRun, now: datetime) -> None:
     """Move what an earlier run left out of the way."""
     if run.is_dummy:
         raise UserError("training.dummyRun leaves nothing to set aside, and what the run has saved alone: omit --fresh")
@@ -292,7 +292,7 @@ def _set_aside(run: LocalRun) -> None:
             f"--fresh cannot set {run.config.checkpoint_uri} aside: name another place in spec.checkpoint.uri"
         )
     if run.store.is_dir() and any(entry.name != _LOCK for entry in run.store.iterdir()):
-        aside = run.store.with_name(f"{run.store.name}-until-{datetime.now():%Y%m%d-%H%M%S}")
+        aside = _unused(run.store.with_name(f"{run.store.name}-until-{now:%Y%m%d-%H%M%S}"))
         try:
             run.store.rename(aside)
         except OSError as error:
@@ -301,6 +301,16 @@ def _set_aside(run: LocalRun) -> None:
                 "move what is in it away, or name another folder in spec.checkpoint.uri"
             ) from error
         say(f"The earlier run is now in {aside}.")
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or with a number where one before it in the same second took that name."""
+    number = 1
+    unused = path
+    while os.path.lexists(unused):
+        number += 1
+        unused = path.with_name(f"{path.name}-{number}")
+    return unused
 
 
 def _write_files(run: LocalRun) -> RunFiles:

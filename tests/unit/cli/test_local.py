@@ -1,6 +1,7 @@
 """From an SFTJob to a run on this machine."""
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from sft_api.v1alpha1.job import SFTJob
 from sft_cli.errors import UserError
 from sft_cli.local import LocalRun, data_out_of_reach, prepare, with_gpu_memory, with_launcher
+from sft_cli.run import set_aside
 
 from .jobs import job
 
@@ -403,3 +405,17 @@ def test_ray_that_is_not_installed_is_said_before_anything_starts(monkeypatch: p
     with pytest.raises(UserError, match="here Ray is not installed: pip install"):
         with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), None)
     assert with_launcher(job(compute={"gpusPerNode": 0, "launcher": "ray"}), "supervisor")
+
+
+def test_runs_that_are_set_aside_within_one_second_have_names_of_their_own(tmp_path: Path) -> None:
+    run, now = prepared(job(), folder=tmp_path), datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    store = run.store
+    assert store is not None
+    for earlier in range(3):
+        store.mkdir(parents=True)
+        (store / "checkpoint").write_text(str(earlier))
+        set_aside(run, now)
+
+    until = f"{store.name}-until-20260102-030405"
+    kept = {folder.name: (folder / "checkpoint").read_text() for folder in store.parent.iterdir()}
+    assert kept == {until: "0", f"{until}-2": "1", f"{until}-3": "2"}

@@ -142,6 +142,14 @@ SENTENCES = {
     "learningRate: 1e-5": "unknown field spec.learningRate; did you mean spec.training.optimizer.learningRate?",
     "name: job": "unknown field spec.name; did you mean metadata.name or spec.model.tokenSecretRef.name or "
     "spec.data.eval[].name?",
+    "optim: adamw_torch": "unknown field spec.optim; did you mean spec.training.optimizer?",
+    "optim: paged_adamw_8bit": "unknown field spec.optim; did you mean spec.training.optimizer.stateDtype: int8?",
+    "training: {optimizer: adamw_bnb_8bit}": "spec.training.optimizer: must be a map of fields, got "
+    '"adamw_bnb_8bit"; did you mean spec.training.optimizer.stateDtype: int8?',
+    "training: {optimizer: {type: adamw_8bit}}": "unknown field spec.training.optimizer.type; did you mean "
+    "spec.training.optimizer.stateDtype: int8?",
+    "training: {optimizer: {stateDtype: AdamW8bit}}": "spec.training.optimizer.stateDtype: must be one of fp32, bf16, "
+    'int8, got "AdamW8bit"; did you mean int8?',
     "trackers: []": "unknown field spec.trackers; allowed are model, lora, data, training, strategy, compute, "
     "checkpoint, export, monitoring, suspend, runPolicy, deletionPolicy",
     "data: {train: [{url: hf://org/rows, uri: hf://org/rows}]}": "unknown field spec.data.train[0].url; did you mean "
