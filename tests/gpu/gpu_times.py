@@ -50,7 +50,7 @@ def gpu_times(device: torch.device) -> dict[str, Figure]:
         figures[f"gpu_times_{kind}_spread"] = seconds[-1] / seconds[0] - 1
     if device.type == "cpu":
         return figures
-    if not told.uuid.startswith("GPU-") or told.uuid.count("-") < 5:
+    if not told.uuid.startswith(("GPU-", "MIG-")) or told.uuid.count("-") < 5:
         raise AssertionError(f"{told.uuid!r} is no UUID of a GPU")
     require("the share of time that looks take", max(took[-repeats:]) / EVERY_SECONDS, 1e-4)
     for kind in looks[0]:

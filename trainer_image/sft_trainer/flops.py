@@ -27,18 +27,26 @@ _PEAK_BF16_FLOPS = {
     "L40": 181e12,
     "L4": 121e12,
 }
-_SLICE = "MIG"
-"""In the name of a slice of a board, behind that of the board (NVIDIA H100 80GB HBM3 MIG 3g.40gb): it has a part of its
-multiprocessors."""
+
+
+def is_slice(name: str) -> bool:
+    """Whether the GPU of that ``name`` is a slice of a board, whose name then goes on behind that of the board (NVIDIA
+    H100 80GB HBM3 MIG 3g.40gb): it has a part of its multiprocessors."""
+    return "MIG" in _words(name)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z0-9]+", name))
 
 
 def peak_flops(device: torch.device) -> float | None:
     """Peak dense bf16 FLOP/s of ``device``; None when it is not known (and on the CPU)."""
     if device.type != "cuda":
         return None
-    words = set(re.findall(r"[A-Za-z0-9]+", torch.cuda.get_device_name(device)))
-    if _SLICE in words:
+    name = torch.cuda.get_device_name(device)
+    if is_slice(name):
         return None
+    words = _words(name)
     return next((flops for board, flops in _PEAK_BF16_FLOPS.items() if words.issuperset(board.split())), None)
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from sft_api.rundir import GPU_TIMES_FOLDER, GpuTimes, write_also_when_full
 
 from .events import Asking, Control, Listener, Request, StepDone
+from .flops import is_slice
 from .late import Moment
 
 EVERY_SECONDS = 600.0
@@ -29,7 +30,8 @@ step takes, by the most that was allocated so far (``BinsPerForward``)."""
 _TRIES = 3
 """The shortest counts: a process of the host may have been held up in one."""
 _ROOM = 4
-"""So many times its memory has to be free: nothing of the run may have to give way."""
+"""So many times its memory has to be free in one of both, the allocator's cache or the device: nothing of the run may
+have to give way, nor what others take of the device beside the allocator, as NCCL does."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class Size:
 
     numbers: int = 2**27
     """In memory, of 2 bytes: more than fit into the caches of any GPU, which those of the products do."""
+    pieces: int = 8
+    """In which they lie, as the cache of an allocator has many small ones sooner than a large one. Each matrix of the
+    products has one to itself."""
     rows: int = 2048
     inner: int = 4096
     products: int = 24
@@ -100,20 +105,33 @@ class GpuWork:
         # Of one's own: the run's random numbers stay what they are. Zeros would take less power than what is trained.
         random = torch.Generator(device).manual_seed(0)
         try:
-            numbers = torch.empty(size.numbers, dtype=self._dtype(), device=device)
-        except torch.OutOfMemoryError:
+            pieces = [
+                torch.empty(size.numbers // size.pieces, dtype=self._dtype(), device=device) for _ in range(size.pieces)
+            ]
+            for piece in pieces:
+                piece.normal_(generator=random)
+            one = size.rows * size.inner
+            left, right = pieces[0][:one].view(size.rows, size.inner), pieces[1][:one].view(size.inner, size.rows)
+            product = pieces[2][: size.rows**2].view(size.rows, size.rows)
+
+            def multiply() -> None:
+                torch.mm(left, right, out=product)
+
+            def pass_over() -> None:
+                for piece in pieces:
+                    piece.neg_()
+
+            return Marks(
+                {
+                    "products": _timed(device, size.products, multiply),
+                    "memory": _timed(device, size.passes, pass_over),
+                }
+            )
+        except RuntimeError as error:
+            # The allocator's, and the driver's where there is no room for a kernel that was never used before.
+            if "out of memory" not in str(error):
+                raise
             return None
-        numbers.normal_(generator=random)
-        one = size.rows * size.inner
-        left = numbers[:one].view(size.rows, size.inner)
-        right = numbers[one : 2 * one].view(size.inner, size.rows)
-        product = numbers[2 * one : 2 * one + size.rows**2].view(size.rows, size.rows)
-        return Marks(
-            {
-                "products": _timed(device, size.products, lambda: torch.mm(left, right, out=product)),
-                "memory": _timed(device, size.passes, numbers.neg_),
-            }
-        )
 
     def device(self) -> dict[str, str | int]:
         """See ``Work``."""
@@ -121,7 +139,8 @@ class GpuWork:
             return {"gpu": 0, "uuid": "", "model": self._device.type}
         properties = torch.cuda.get_device_properties(self._device)
         index = self._device.index or 0
-        return {"gpu": index, "uuid": f"GPU-{properties.uuid}"[:64], "model": properties.name[:128]}
+        prefix = "MIG" if is_slice(properties.name) else "GPU"
+        return {"gpu": index, "uuid": f"{prefix}-{properties.uuid}"[:64], "model": properties.name[:128]}
 
     def _dtype(self) -> torch.dtype:
         old = self._device.type == "cuda" and torch.cuda.get_device_capability(self._device) < (8, 0)
@@ -132,7 +151,7 @@ class GpuWork:
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return free + kept >= _ROOM * 2 * self._size.numbers
+        return max(free, kept) >= _ROOM * 2 * self._size.numbers
 
 
 def _timed(device: torch.device, times: int, work: Callable[[], object]) -> list[Moment]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -136,10 +137,57 @@ def test_the_work_is_timed_and_the_runs_random_numbers_stay_what_they_are() -> N
 
 def test_it_asks_for_no_memory_that_the_run_may_need(monkeypatch: pytest.MonkeyPatch) -> None:
     device, wanted = torch.device("cuda", 0), 2 * Size().numbers
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (wanted, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 70 * 2**30)
-    for kept, room in ((3 * wanted, True), (3 * wanted - 1, False)):
+    for free, kept, room in (
+        (0, 4 * wanted, True),
+        (4 * wanted, 0, True),
+        (4 * wanted - 1, 4 * wanted - 1, False),
+    ):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 80 * 2**30))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _, kept=kept: 70 * 2**30 + kept)
         # Of one that says there is room nothing more can be tried without a GPU.
         assert GpuWork(device)._has_room() is room
     assert GpuWork(device).begin() is None
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        ("empty", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")),
+        ("mm", RuntimeError("CUDA error: out of memory")),
+    ],
+)
+def test_a_device_that_is_full_after_all_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, failing: str, error: RuntimeError
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, failing, full)
+    assert GpuWork(torch.device("cpu"), SMALL).begin() is None
+
+
+def test_all_of_its_memory_is_asked_for_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, empty = list[int](), torch.empty
+
+    def counted(numbers: int, **options: Any) -> torch.Tensor:
+        asked.append(numbers)
+        return empty(numbers, **options)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    assert GpuWork(torch.device("cpu"), SMALL).begin() is not None
+    assert asked == [SMALL.numbers // SMALL.pieces] * SMALL.pieces
+    size = Size()
+    assert 2 * size.numbers // size.pieces == 32 * 2**20
+    assert size.rows * max(size.rows, size.inner) <= size.numbers // size.pieces, "a matrix fits into one"
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid"),
+    [("NVIDIA H100 80GB HBM3", "GPU-1a2b"), ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "MIG-1a2b")],
+)
+def test_a_gpu_is_told_by_the_uuid_by_which_nvidia_smi_knows_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, uuid: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name, uuid="1a2b"))
+    assert GpuWork(torch.device("cuda", 3)).device() == {"gpu": 3, "uuid": uuid, "model": name}
