@@ -203,3 +203,10 @@ def changed_fields(before: Any, now: Any, path: str = "") -> list[str]:
             for change in changed_fields(before.get(key), now.get(key), f"{path}.{key}" if path else key)
         ]
     return [] if before == now else [f"{path}: {before!r} -> {now!r}"]
+
+
+def changed_companions(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What differs between the files beside the weights as a checkpoint tells of them and those of ``now``."""
+    # Checkpoints of earlier versions do not tell of this one, also where it was there.
+    unknown = {"chat_template.json"} - recorded.keys()
+    return changed_fields(dict(recorded), {name: digest for name, digest in now.items() if name not in unknown})

@@ -12,7 +12,7 @@ from sft_trainer import state
 from sft_trainer.models import flash_attention
 from sft_trainer.models.flash_attention import Kind
 from sft_trainer.prepared import Prepared
-from sft_trainer.state import Facts, changed_fields
+from sft_trainer.state import Facts, changed_companions, changed_fields
 from sft_trainer.topology import ALONE, Topology
 from tests.parity.runs import manifest, resolve
 
@@ -153,3 +153,13 @@ def test_a_run_that_an_earlier_version_began_is_told_that_its_bins_were_dealt_ou
         "resumed in another environment (bins: 'dealt in order' -> 'dealt by cost'): not equal to the last bit"
     ]
     assert "bins" not in environment(tmp_path)
+
+
+def test_a_template_of_a_processor_that_an_earlier_version_told_nothing_of_is_no_change() -> None:
+    before, now = {"config.json": "1"}, {"config.json": "1", "chat_template.json": "2"}
+    assert changed_companions(before, now) == []
+    assert changed_companions(now, now | {"chat_template.json": "3"}) == ["chat_template.json: '2' -> '3'"]
+    assert changed_companions(before, {"tokenizer.json": "4"}) == [
+        "config.json: '1' -> None",
+        "tokenizer.json: None -> '4'",
+    ]

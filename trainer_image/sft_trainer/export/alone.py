@@ -12,7 +12,7 @@ from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest, companion_digests
 from sft_trainer.models.text_part import is_part
-from sft_trainer.state import changed_fields
+from sft_trainer.state import changed_companions
 
 from .companions import model_card
 from .exporting import Exported
@@ -46,7 +46,7 @@ def exported_alone(
     tokenizer_folder = fetch(other, "tokenizer") if other else folder
     model = build_on_meta(folder, config.spec.model.config_overrides)
     recorded = (manifest.run.model_extra or {}).get("companions")
-    if recorded and (changed := changed_fields(recorded, companion_digests(folder, tokenizer_folder))):
+    if recorded and (changed := changed_companions(recorded, companion_digests(folder, tokenizer_folder))):
         warn(
             "files beside the weights are not those that this checkpoint was trained with "
             f"({', '.join(changed)}): the model has those of now; pin model.uri to a commit (@revision)"
