@@ -27,6 +27,7 @@ from .protocol import HOLD_SECONDS, Generation, Order, OrderKind, RayHead, Repor
 from .refusals import Refusals
 from .settings import Settings
 from .slow_gpus import SlowGpus
+from .told import ToldFile
 
 _SHOWN_WARNINGS = 10
 """Of machines, in the report of a run."""
@@ -43,9 +44,10 @@ class Coordinator:
         self._output = output
         self._clock = clock
         self._changed = asyncio.Event()
-        self._progress_file = settings.run_dir / PROGRESS_FILE
-        self._progress_version: tuple[int, int] | None = None
-        self._unreadable_version: tuple[int, int] | None = None
+        file = settings.run_dir / PROGRESS_FILE
+        self._progress = ToldFile(
+            file, TrainingProgress, lambda problem: output.say(f"{file} is not a progress report: {problem}")
+        )
         self._adopted = 0
         """The attempt with whose claim came what earlier supervisors wrote down."""
         self._reported: TrainingProgress | None = None
@@ -243,21 +245,9 @@ class Coordinator:
             self._output.say(f"ending the group: {order.reason}")
 
     def _read_progress(self, now: float) -> None:
-        try:
-            status = self._progress_file.stat()
-            version = (status.st_ino, status.st_mtime_ns)
-            if version == self._progress_version:
-                return
-            training = TrainingProgress.model_validate_json(self._progress_file.read_bytes())
-        except FileNotFoundError:
+        training = self._progress.news()
+        if training is None:
             return
-        except ValidationError as problem:
-            # Said once, but looked at again: on a disk that is full it may have been half written.
-            if version != self._unreadable_version:
-                self._unreadable_version = version
-                self._output.say(f"{self._progress_file} is not a progress report: {problem}")
-            return
-        self._progress_version = version
         if training.attempt > self._adopted:
             self._adopted = training.attempt
             self._adopt_incidents()
