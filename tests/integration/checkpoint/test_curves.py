@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.curves import writer
 from sft_trainer.curves.chart import Line, draw, thinned
 from sft_trainer.curves.writer import CurveWriter, metrics_key
 from sft_trainer.errors import StorageUnavailableError
@@ -118,6 +119,18 @@ def test_a_resumed_run_goes_on_where_it_went_on_from(store: Store, tmp_path: Pat
     assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
     assert sorted(shown_by_tensorboard(store, tmp_path / "eval", "eval/loss")) == [(0, 9.0), (10, 3.0)]
     assert curves(store.read("curve.svg")) == {"training": 10, "held-out": 2}
+
+
+def test_of_records_that_are_longer_than_any_whole_lines_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, earlier = LocalStore(tmp_path), [record(step, 9.0) for step in range(1, 4)]
+    store.put(metrics_key(3, 1), lines(earlier))
+    monkeypatch.setattr(writer, "_MOST_BYTES", len(lines(earlier)) - 5)
+    curve = CurveWriter(store, "tiny", attempt=2, resumed_at=3)
+    save(store, curve, 2, [record(4, 4.0)])
+    curve.finish(PATIENCE_SECONDS)
+    assert curves(store.read("curve.svg")) == {"training": 3}
 
 
 def test_a_save_at_the_step_that_was_resumed_keeps_what_came_before(store: Store, tmp_path: Path) -> None:

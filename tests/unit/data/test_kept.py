@@ -1,6 +1,7 @@
 """Tokenised sources beside the checkpoints: read in place of tokenising, and in doubt not at all."""
 
 import errno
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sft_api.place import Done
+from sft_api.place import LONGEST_RECORD, Done
 from sft_api.v1alpha1 import DataSpec, TrainSource
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_trainer import keeps_tokens, trainer
@@ -125,13 +126,17 @@ def damage(path: Path, how: str, tokens: bytes = b"") -> None:
     content = bytearray(path.read_bytes())
     if how == "flipped":
         content[content.index(tokens) if tokens else len(content) // 2] ^= 1
+    if how == "long":
+        content = b" " * LONGEST_RECORD + content
     path.write_bytes(content[: len(content) // 2] if how == "cut" else content)
     if how == "gone":
         path.unlink()
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
-@pytest.mark.parametrize("which", ["arrow", "json"])
+@pytest.mark.parametrize(
+    ("which", "how"),
+    [*itertools.product(["arrow", "json"], ["flipped", "cut", "gone"]), ("json", "long")],
+)
 def test_what_is_damaged_is_not_used(
     tmp_path: Path, store: Store, kept: TokenizedSource, caplog: pytest.LogCaptureFixture, which: str, how: str
 ) -> None:

@@ -23,6 +23,8 @@ from .history import History, Record, Scalar
 log = logging.getLogger("sft_trainer")
 
 _RECORDS = re.compile(r"metrics/step-(?P<step>\d+)-a(?P<attempt>\d+)\.jsonl")
+_MOST_BYTES = 64 * 2**20
+"""That are read of a file of records, as others may write there: some 200,000 steps between two saves."""
 _EVENTS = re.compile(r"tensorboard/events\.out\.tfevents\.a(?P<attempt>\d+)-step-(?P<step>\d+)")
 
 
@@ -146,7 +148,7 @@ class CurveWriter:
         """What counts of ``records``, and the figures that each file of them adds which are in no file that stays."""
         history, added = History(), dict[Written, list[Scalar]]()
         for key, by in records.items():
-            told = read_records(self._store.read(key))
+            told = read_records(_whole_lines(self._store.read(key, _MOST_BYTES)))
             told = [record if _is_told_alike(record, losses) else _without_evaluation(record) for record in told]
             known = history.add(told, up_to=self._resumed_at)
             if known and not going.leaves(*by):
@@ -186,6 +188,10 @@ def _found(store: Store, prefix: str, name: re.Pattern[str], *, before: int) -> 
     matches = (name.fullmatch(entry.key) for entry in store.list(prefix))
     found = {match[0]: Written(int(match["attempt"]), int(match["step"])) for match in matches if match}
     return {key: written for key, written in found.items() if written.attempt < before}
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content if len(content) < _MOST_BYTES else content[: content.rfind(b"\n") + 1]
 
 
 def _is_told_alike(record: Record, losses: Mapping[int, float | None]) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Event
 
 from sft_api.checkpoints import TOKENIZED_KEY, TOKENIZED_PREFIX, digest_of
+from sft_api.place import LONGEST_RECORD
 from sft_trainer.checkpoint.errors import ObjectNotFoundError
 from sft_trainer.checkpoint.store import READ_BLOCK, Store
 from sft_trainer.errors import DISK_FULL, AccessDeniedError, ConfigError, TrainingError
@@ -41,7 +42,7 @@ class KeptTokens:
         """
         arriving = folder / ARRIVING
         try:
-            record = _read(self._store.read(_record_key(name)))
+            record = _read(self._store.read(_record_key(name), LONGEST_RECORD))
             arriving.mkdir(exist_ok=True)
             # Arrow takes a file for what it says it is: reading a damaged one may end the process.
             if self._copy(_examples_key(name), arriving / EXAMPLES_FILE, on_fetch) != record["file"]:
