@@ -197,6 +197,7 @@ def test_windows_are_those_of_the_eager_model(kind: str) -> None:
         ("bert", {"is_decoder": True}, "not supported"),
         ("moshi", {}, "several parts .audio_encoder_config, depth_decoder_config"),
         ("phimoe", {}, "experts"),
+        ("llama", {"num_hidden_layers": 0}, "without any layer .num_hidden_layers 0."),
     ],
 )
 def test_what_would_train_another_model_is_refused(

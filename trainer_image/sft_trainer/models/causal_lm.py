@@ -231,6 +231,12 @@ def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None
     head = model.get_output_embeddings()
     if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
+    if not len(model.base_model.layers):
+        raise ModelError(
+            f"a model of type {config.model_type!r} without any layer (num_hidden_layers "
+            f"{getattr(config, 'num_hidden_layers', None)!r}) is no language model: config.json must say how many "
+            "layers the weights beside it have"
+        )
     check_no_layer_is_skipped(model.config)
     keep_documents_apart(model)
     check_documents_stay_apart(model)
