@@ -44,7 +44,6 @@ _NEEDED = {
     "annotated_types": "annotated-types",
     "typing_inspection": "typing-inspection",
     "prometheus_client": "prometheus-client",
-    "psutil": "psutil",
     "yaml": "pyyaml",
     "click": "click",
     "rich": "rich",

@@ -364,7 +364,7 @@ def test_short_commands_import_nothing_heavy(good: Path) -> None:
 
 OTHERS_OF_THE_TRAINER = """
     torch transformers tokenizers huggingface_hub datasets pyarrow safetensors jinja2 prometheus_client awscrt certifi
-    psutil tensorboardX pygal pynvml ray
+    tensorboardX pygal pynvml ray
 """
 
 
