@@ -12,13 +12,14 @@ was there) or ``_SOURCE_DEFAULTS``; every other one to ``NOT_NUMBERS``. See docs
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from pydantic import JsonValue
 
-from .splits import parse_split
+from .splits import LONGEST_SPLIT, MANY_ROWS, Slice, parse_split, share_rows
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 
@@ -310,12 +311,19 @@ class Numbers:
         return self._differences(other, both)
 
     def rows_shown(self, other: "Numbers") -> list[str]:
-        """``differences`` in what is held out, where this run trained rows that ``other`` holds out."""
+        """``differences`` in what is held out, and of which rows, where this run trained some that ``other`` holds
+        out."""
         mine, theirs = (numbers.values.get(_SOURCES) for numbers in (self, other))
-        if other.values.get(_HELD_OUT) is None or not (isinstance(mine, list) and isinstance(theirs, list)):
+        fraction = other.values.get(_HELD_OUT)
+        if fraction is None or not (isinstance(mine, list) and isinstance(theirs, list)):
             return []
-        trained = [_rows_of(source) for source in mine]
-        return self._differences(other, [_HELD_OUT]) if any(_rows_of(source) in trained for source in theirs) else []
+        trained, drawn = (list(filter(None, map(_rows_of, sources))) for sources in (mine, theirs))
+        alike = fraction == self.values.get(_HELD_OUT)
+        same = not alike and any(rows in trained for rows in drawn)
+        others = any(
+            a != b and _share_rows(a, b) and not (alike and _begin_alike(a, b)) for a in trained for b in drawn
+        )
+        return self._differences(other, [_HELD_OUT, *([_SOURCES] if others else [])]) if same or others else []
 
     @property
     def has_adapters(self) -> bool:
@@ -374,16 +382,16 @@ def _values(spec: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, J
         given["training.epochs"] = _DEFAULTS["training.epochs"]
     if given["training.schedule.type"] == "constant" or given["training.schedule.warmupSteps"] is not None:
         given["training.schedule.warmupRatio"] = None
-    model = _uri(_at(spec, _MODEL))
+    model = one_spelling(_at(spec, _MODEL))
     if given["model.tokenizerUri"] is not None:
-        tokenizer = _uri(given["model.tokenizerUri"])
+        tokenizer = one_spelling(given["model.tokenizerUri"])
         given["model.tokenizerUri"] = None if tokenizer == model else tokenizer
     given["lora.excludeModules"] = given["lora.excludeModules"] or None
     if given["lora.expertRank"] == given["lora.rank"]:
         given["lora.expertRank"] = None
     for path in (_ORIGIN, _FIRST_ADAPTERS):
         if given[path] is not None:
-            given[path] = _uri(given[path])
+            given[path] = one_spelling(given[path])
     values = {path: _plain(value) for path, value in given.items() if value is not None}
     chosen = {path: value for path, value in values.items() if value != _DEFAULTS[path]}
     return {_MODEL: model, _SOURCES: [_source(source) for source in spec["data"]["train"]], **chosen}
@@ -433,12 +441,12 @@ def _source(source: Mapping[str, Any]) -> dict[str, JsonValue]:
     given = {**source, "split": split and "+".join(map(str, parse_split(split)))}
     chosen = {name: _plain(given.get(name)) for name in _SOURCE_DEFAULTS}
     return {
-        "uri": _uri(source["uri"]),
+        "uri": one_spelling(source["uri"]),
         **{name: value for name, value in chosen.items() if value is not None and value != _SOURCE_DEFAULTS[name]},
     }
 
 
-def _uri(uri: str) -> str:
+def one_spelling(uri: str) -> str:
     """One spelling: the hub's main branch is meant where no revision is named, and a folder ends without a slash."""
     return uri.removesuffix("@main") if uri.startswith("hf://") else uri.rstrip("/")
 
@@ -478,9 +486,29 @@ def _in_source(path: str, here: Any, there: Any) -> list[str]:
     return [f"{path}.{name}: {_quoted(a)} -> {_quoted(b)}" for name, a, b in both if a != b]
 
 
-def _rows_of(source: JsonValue) -> list[JsonValue] | None:
-    """What decides which rows a source has; None of what is none."""
-    return [source.get(name) for name in ("uri", "subset", "split")] if isinstance(source, dict) else None
+_RowsOf = tuple[JsonValue, JsonValue, tuple[Slice, ...]]
+
+
+def _rows_of(source: JsonValue) -> _RowsOf | None:
+    """What decides which rows a source has: URI, subset and slices; None of what is none."""
+    if not isinstance(source, dict):
+        return None
+    split = source.get("split") or "train"
+    if not isinstance(split, str) or len(split) > LONGEST_SPLIT:
+        return None
+    with suppress(ValueError):
+        return source.get("uri"), source.get("subset"), tuple(parse_split(split))
+    return None
+
+
+def _share_rows(one: _RowsOf, other: _RowsOf) -> bool:
+    return one[:2] == other[:2] and any(share_rows(a, b) for a in one[2] for b in other[2])
+
+
+def _begin_alike(one: _RowsOf, other: _RowsOf) -> bool:
+    """Whether one of both is the beginning of the other: rows are drawn by their places, and are the same there."""
+    begins = [rows[2][0].bounds(MANY_ROWS)[0] for rows in (one, other) if len(rows[2]) == 1]
+    return len(begins) == 2 and begins[0] == begins[1]
 
 
 def _quoted(value: Any) -> str:

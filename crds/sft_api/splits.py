@@ -14,7 +14,12 @@ SPLIT_SENTENCE = (
     "must be a split or slices of one: write for example train, train[:500], train[10%:20%] or train[:50%]+test"
 )
 
+LONGEST_SPLIT = 256
+"""Characters."""
 _PIECE = re.compile(rf"(?P<split>{_NAME})(?:\[(?P<start>{_BOUNDARY})?:(?P<stop>{_BOUNDARY})?\])?")
+
+MANY_ROWS = 10**12
+"""More than any split has, for comparing slices of one whose rows nobody has counted."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,14 @@ class Slice:
         start = 0 if self.start is None else row(self.start)
         return start, max(start, count if self.stop is None else row(self.stop))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the split, as it is written."""
+        return not self.start and self.stop is None
+
     def __str__(self) -> str:
         """In the shortest notation: the same for ``train[0:5_000]`` and ``train[:5000]``."""
-        if not self.start and self.stop is None:
+        if self.is_whole:
             return self.split
         unit = "%" if self.percent else ""
         start = f"{self.start}{unit}" if self.start else ""
@@ -56,6 +66,14 @@ def parse_split(text: str) -> list[Slice]:
         percent = any(boundary is not None and boundary.endswith("%") for boundary in (start, stop))
         slices.append(Slice(match["split"], _number(start), _number(stop), percent))
     return slices
+
+
+def share_rows(one: Slice, other: Slice) -> bool:
+    """Whether both have rows in common; of a percentage and a number of rows nobody knows that without the data."""
+    if one.split != other.split or (one.percent != other.percent and not (one.is_whole or other.is_whole)):
+        return False
+    (start, stop), (begin, end) = one.bounds(MANY_ROWS), other.bounds(MANY_ROWS)
+    return max(start, begin) < min(stop, end)
 
 
 def _number(boundary: str | None) -> int | None:

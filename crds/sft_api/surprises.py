@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
+from .numbers import one_spelling
 from .plan import decay_steps, make_plan, warmup_steps
 from .sequence_parallel import nodes_warning
-from .splits import parse_split
+from .splits import MANY_ROWS, parse_split
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 
 _Recorded = Literal["profile", "memorySnapshot"]
-_MANY_ROWS = 10**12
 _LOST: dict[_Recorded, str] = {"profile": "trace", "memorySnapshot": "snapshot"}
 
 
@@ -100,15 +100,15 @@ def _held_out_warning(spec: SFTJobSpec) -> str:
         return ""
     # Of sources with the same slices the same rows are drawn.
     sources = {
-        (source.uri, source.subset, "+".join(map(str, parse_split(source.split or "train"))))
+        (one_spelling(source.uri), source.subset, "+".join(map(str, parse_split(source.split or "train"))))
         for source in spec.data.train
     }
     pieces: dict[tuple[str, str | None, str, bool], list[tuple[int, int, str]]] = defaultdict(list)
     for uri, subset, split in sources:
         for piece in parse_split(split):
             # How many rows a percentage is nobody knows here.
-            for percent in {True, False} if str(piece) == piece.split else {piece.percent}:
-                pieces[uri, subset, piece.split, percent].append((*piece.bounds(_MANY_ROWS), str(piece)))
+            for percent in {True, False} if piece.is_whole else {piece.percent}:
+                pieces[uri, subset, piece.split, percent].append((*piece.bounds(MANY_ROWS), str(piece)))
     for (uri, *_), found in sorted(pieces.items(), key=str):
         for (_, stop, one), (start, _, other) in pairwise(sorted(found)):
             if start < stop:

@@ -164,6 +164,34 @@ def test_weights_that_know_rows_which_are_held_out_are_told_of() -> None:
 
 
 @pytest.mark.parametrize(
+    ("theirs", "mine", "fraction", "told"),
+    [
+        ("train[:98%]", None, None, 'data.heldOut.fraction: not set -> 0.05, data.train[0].split: "train[:98%]" -> '),
+        ("train[:98%]", None, 0.1, "data.heldOut.fraction: 0.1 -> 0.05, data.train[0].split: "),
+        ("train", None, None, "data.heldOut.fraction: not set -> 0.05)"),
+        ("train[10%:]", "train", 0.05, 'data.train[0].split: "train[10%:]" -> "train")'),
+        # The same places of the same rows, other rows, and what no split can be.
+        ("train[:98%]", None, 0.05, ""),
+        ("train[:50%]", "train[50%:]", None, ""),
+        ("test", "train", None, ""),
+        ("train[", None, None, ""),
+        (f"train[:{'9' * 400}%]", None, None, ""),
+    ],
+)
+def test_weights_that_know_a_part_of_what_rows_are_held_out_of_are_told_of(
+    theirs: str, mine: str | None, fraction: float | None, told: str
+) -> None:
+    def numbers(split: str | None, fraction: float | None) -> Numbers:
+        source: dict[str, Any] = {"uri": "hf://org/data", **({"split": split} if split else {})}
+        held_out = {"data.heldOut.fraction": fraction} if fraction else {}
+        return Numbers({**NUMBERS.values, "data.train": [source], **held_out})
+
+    found = doubts_of_weights(numbers(theirs, fraction), numbers(mine, 0.05))
+    begin = f"its weights were trained on rows that are held out here ({told}"
+    assert found.startswith(begin) if told else found == ""
+
+
+@pytest.mark.parametrize(
     ("uri", "place"),
     [
         ("s3://b/team/run/checkpoints/step-00000010-a00001", "s3://b/team/run"),

@@ -197,3 +197,11 @@ def test_rows_that_are_named_at_two_places_may_be_held_out_of_one_alone(splits: 
     assert told(train) == []
     if len(train) > 1:
         assert told([train[0] | {"subset": "en"}, *train[1:]], heldOut={"fraction": 0.05}) == []
+
+
+@pytest.mark.parametrize("spellings", [("s3://b/rows", "s3://b/rows/"), ("hf://a/b@main", "hf://a/b")])
+def test_two_spellings_of_one_source_are_one(spellings: tuple[str, str]) -> None:
+    train = [{"uri": uri, "split": split} for uri, split in zip(spellings, ("train", "train[:50%]"), strict=True)]
+    spec = job(model={"uri": EIGHT_BILLION}, data={"train": train, "heldOut": {"fraction": 0.05}}).spec
+    (found,) = surprises(spec, None)
+    assert found.startswith(f"data.train has rows of {spellings[0].removesuffix('@main')} twice, ")
