@@ -30,7 +30,7 @@ from sft_trainer.locks import locked
 
 from .examples import Settings, mark_row, to_examples
 from .formats import Columns, check_named, detect_format
-from .held_out import Part, Rows, all_rows
+from .held_out import HeldOutRows, Part, Rows, all_rows
 from .hints import beside_text
 from .readers import Row
 from .source_rows import SourceRows
@@ -226,7 +226,7 @@ def tokenize_rows(rows: Iterable[tuple[str, Row]], settings: Settings, codec: Co
     )
 
 
-def _nothing_left(counts: Counts, max_length: int) -> str:
+def _nothing_left(counts: Counts, max_length: int, *, held_out: bool) -> str:
     """Why every row was dropped, and what to change: only what applies."""
     whys, changes = [], []
     if counts.overlong:
@@ -237,6 +237,8 @@ def _nothing_left(counts: Counts, max_length: int) -> str:
     if counts.untrained:
         whys.append(f"{counts.untrained} have no trained token")
         changes.append("check that the rows have answers to train")
+    if held_out:
+        changes.append("raise data.heldOut.fraction, which draws more of them")
     return f"none of {counts.rows} rows is left: {', '.join(whys)}; {', or '.join(changes)}"
 
 
@@ -255,7 +257,8 @@ def _write_examples(
             on_progress(writer.counts.rows, len(rows))
         counts, kept = writer.counts, np.concatenate(writer.lengths)
         if not len(kept):
-            raise DataError(f"data source {rows.name}: {_nothing_left(counts, settings.max_length)}")
+            left = _nothing_left(counts, settings.max_length, held_out=isinstance(rows, HeldOutRows))
+            raise DataError(f"data source {rows.name}: {left}")
         report = TokenizationReport(
             rows=counts.rows,
             kept=len(kept),
