@@ -12,13 +12,14 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_api.peft_files import FILES as _ADAPTER_FILES
+from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG
 from sft_api.v1alpha1.places import STEP_EXPORTS
 from sft_trainer import brought
 from sft_trainer.checkpoint.store import (
@@ -49,6 +50,12 @@ log = logging.getLogger("sft_trainer")
 Kind = Literal["model", "adapter", "tokenizer", "dataset"]
 OnProgress = Callable[[int], None]
 """Told the bytes downloaded so far."""
+_IN_WORDS: Mapping[Kind, str] = {
+    "model": "a model",
+    "adapter": "adapters of peft",
+    "tokenizer": "a tokenizer",
+    "dataset": "a data set",
+}
 
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py")
 # Never pickled weights (*.bin, *.pth): reading one can run anything.
@@ -128,9 +135,12 @@ def listing(uri: str, s3: S3Settings, kind: Kind) -> tuple[Store, str, list[Stor
     parent, _, name = key.rpartition("/")
     store = S3Store(bucket, parent, s3)
     try:
-        objects = _wanted(store.list(name), name, kind)
+        there = store.list(name)
     except StorageNotFoundError as error:
         raise _nothing(kind, str(error)) from error
+    objects = _wanted(there, name, kind)
+    if not objects and (others := _wanted(there, name, "dataset")):
+        raise _nothing(kind, f"{uri}: there are no files of {_IN_WORDS[kind]} under this key, but {others[0].key!r}")
     if not objects:
         raise _nothing(kind, f"{uri}: there is nothing under this key; check the bucket, the prefix and the endpoint")
     for entry in objects:
@@ -148,7 +158,10 @@ def _wanted(objects: Sequence[StoredObject], name: str, kind: Kind) -> list[Stor
     if kind == "dataset":
         return files
     if kind == "adapter":
-        return [entry for entry in files if entry.key.removeprefix(f"{name}/") in _ADAPTER_FILES]
+        # Where they have no config that of a model says what lies there instead.
+        named = {entry.key.removeprefix(f"{name}/"): entry for entry in files}
+        found = [entry for key, entry in named.items() if key in _ADAPTER_FILES]
+        return found if EXPORT_ADAPTER_CONFIG in named else [*found, *filter(None, [named.get(EXPORT_CONFIG)])]
     patterns = _MODEL_FILES if kind == "model" else _TOKENIZER_FILES
     own = [entry for entry in files if not _matches(entry.key.removeprefix(f"{name}/"), _OTHERWISE)]
     return [entry for entry in own if _matches(entry.key, patterns)]
@@ -319,7 +332,8 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
             shards = _shards_named(path)
             return fetched(shards) if shards else path
         if kind == "adapter":
-            return fetched(_ADAPTER_FILES)
+            path = fetched(_ADAPTER_FILES)
+            return path if (path / EXPORT_ADAPTER_CONFIG).is_file() else fetched((*_ADAPTER_FILES, EXPORT_CONFIG))
         return fetched(None if kind == "dataset" else _TOKENIZER_FILES)
     except TrainingError:
         raise

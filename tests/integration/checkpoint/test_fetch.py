@@ -15,6 +15,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from sft_api.peft_files import AdapterFilesError, PeftFiles
 from sft_api.v1alpha1 import DataSource
 from sft_trainer import fetch
 from sft_trainer.checkpoint import store as store_module
@@ -325,6 +326,20 @@ def test_of_adapters_two_files_are_fetched(
         s3_store.put(f"tuned/{name}", name.encode())
     for uri in ("hf://org/tiny", f"{s3_store.uri}/tuned"):
         assert files_below(localise(uri, tmp_path, s3_server.settings, kind="adapter")) == files
+
+
+def test_a_model_where_adapters_are_meant_is_called_so(
+    hub: Hub, s3_server: S3Server, s3_store: S3Store, tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        s3_store.put(f"whole/{name}", b"{}")
+    s3_store.put("notes/README.md", b"none")
+    for uri in ("hf://org/tiny", f"{s3_store.uri}/whole"):
+        path = localise(uri, tmp_path, s3_server.settings, kind="adapter")
+        with pytest.raises(AdapterFilesError, match=r"holds a model, and no adapters: name it in model\.uri"):
+            PeftFiles.read(path)
+    with pytest.raises(ModelError, match=r"notes: there are no files of adapters of peft under this key, but 'notes/R"):
+        localise(f"{s3_store.uri}/notes", tmp_path, s3_server.settings, kind="adapter")
 
 
 def test_of_a_model_in_shards_the_hub_is_asked_for_those_of_the_index(
