@@ -3,6 +3,7 @@
 Commands import what they need when they run, so that ``sft --help`` answers at once.
 """
 
+import errno
 import gc
 import importlib.util
 import signal
@@ -84,8 +85,19 @@ class Commands(click.Group):
         except Exception as error:
             if ctx.meta.get(_DEBUG):
                 raise
-            _show(error)
-            ctx.exit(error.exit_code if isinstance(error, UserError) else _INTERNAL_ERROR)
+            said = _of_long_name(error) or error
+            _show(said)
+            ctx.exit(said.exit_code if isinstance(said, UserError) else _INTERNAL_ERROR)
+
+
+def _of_long_name(error: Exception) -> UserError | None:
+    """What to say where a manifest, or an argument, names what no file system can hold: whoever looks is told so."""
+    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        return None
+    return UserError(
+        f"{error.filename} cannot be there: a name between two slashes has at most 255 bytes, and all of a path 4095; "
+        "name another file or folder"
+    )
 
 
 def _show(error: Exception) -> None:

@@ -107,7 +107,11 @@ def _nothing(kind: Kind, message: str) -> TrainingError:
 
 
 def _existing(uri: str, path: Path, kind: Kind) -> Path:
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long, a folder that this user may not look into
+        raise _nothing(kind, f"{uri}: {path} cannot be looked for ({error.strerror}); check the path") from error
+    if not there:
         raise _nothing(kind, f"{uri}: there is no {path} here; check the path and where the volume is mounted")
     return path
 

@@ -189,6 +189,8 @@ def test_one_process_downloads_for_all(s3_server: S3Server, model_uri: str, tmp_
 def test_nothing_there(s3_server: S3Server, s3_store: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="nothing under this key"):
         localise(f"{s3_store.uri}/no/model", tmp_path, s3_server.settings, kind="model")
+    with pytest.raises(ModelError, match=r"File name too long.; check the path"):
+        localise(f"file://{tmp_path}/{256 * 'x'}", tmp_path, kind="model")
     with pytest.raises(DataError, match="'no-such-bucket' is not there"):
         localise("s3://no-such-bucket/data", tmp_path, s3_server.settings, kind="dataset")
     with pytest.raises(ModelError, match="there is no"):

@@ -362,6 +362,15 @@ def test_short_commands_import_nothing_heavy(good: Path) -> None:
     assert "tokens a step" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["validate", "plan"])
+def test_a_name_that_no_file_system_takes_is_no_error_of_sft(tmp_path: Path, command: str) -> None:
+    long = f"{tmp_path}/{256 * 'x'}"
+    result = sft(command, written(tmp_path, manifest(model={"uri": f"file://{long}"})))
+    assert result.exit_code == 10
+    assert result.stderr.startswith(long)
+    assert "cannot be there: a name between two slashes has at most 255 bytes" in result.stderr
+
+
 OTHERS_OF_THE_TRAINER = """
     torch transformers tokenizers huggingface_hub datasets pyarrow safetensors jinja2 prometheus_client awscrt certifi
     tensorboardX pygal pynvml ray
