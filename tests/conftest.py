@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -11,6 +12,11 @@ import pytest
 # Inherited by every process that a test starts. The models are too small for two threads to gain anything, and threads
 # that wait for one another on a busy machine make a step take seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Begun in the background by a shell without job control this process ignores Ctrl-C, and so would all that tests start,
+# which some of them press it in.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.cluster.fixtures", "tests.fixtures_inputs"]
 

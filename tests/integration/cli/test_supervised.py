@@ -439,11 +439,14 @@ def test_the_end_of_the_terminal_saves_too(runs: Runs) -> None:
 
 
 def test_the_end_of_all_processes_of_a_session_saves_too(runs: Runs) -> None:
-    """As an init system or a batch system ends them: by SIGTERM to each, then SIGHUP."""
+    """As an init system or a batch system ends them: by SIGTERM to each, then SIGHUP; begun in the background by a
+    script, where SIGINT is ignored."""
     runs.write(training={"steps": 10_000})
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    given = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in given.items()}
     process = runs.start("--processes", "1", seconds=1.5)
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     runs.wait_for_step(1)
 
     for pid in sorted({process.pid, *runs.processes()}):
