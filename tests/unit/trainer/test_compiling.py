@@ -79,6 +79,8 @@ def test_what_the_kernel_of_a_gpu_takes_is_known_before_anything_is_compiled(
     [
         ("llama", {"attention_dropout": 0.1}, "cpu", "attention_dropout 0.1 in its config"),
         ("biogpt", {}, "cpu", "attention_probs_dropout_prob 0.1 in its config"),
+        ("deepseek_v3", {}, "cpu", "heads whose values have a size of their own (v_head_dim "),
+        ("deepseek_v3", {}, "cuda", "training.precision: fp32 on a GPU"),
         ("llama", {}, "cuda", "training.precision: fp32 on a GPU"),
     ],
 )
@@ -90,6 +92,12 @@ def test_attention_that_is_not_one_operator_is_refused(
     said = why_not(model, torch.device(device), torch.float32, tmp_path)
     assert words in said
     assert said.endswith("is computed document by document, which cannot be compiled")
+
+
+def test_values_that_a_gpu_has_filled_up_are_refused_for_what_they_are(tmp_path: Path) -> None:
+    save_config("deepseek_v3", tmp_path)
+    said = why_not(build_on_meta(tmp_path).huggingface, torch.device("cuda"), torch.bfloat16, tmp_path)
+    assert said.endswith("gives its kernel values that are filled up, which nobody has tried compiled on a GPU")
 
 
 def test_experts_with_biases_are_refused(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
     # In their backward pass inductor may lay rows out as the grouped product does not take them.
     if has_biased_experts(model.config):
         return f"a model of type {model.config.model_type!r} {UNCOMPILED_EXPERTS}"
-    if reason := _by_document(model.config, device, dtype):
+    if reason := _other_attention(model.config, device, dtype):
         return reason
     look_at_attention()
     # An earlier run of this process may have left errors alone: none would be seen.
@@ -149,21 +149,23 @@ def _nothing_much(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.sin() + 1
 
 
-def _by_document(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a model of ``config`` computes attention document by document, which cannot be compiled; else empty.
+def _other_attention(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Why the attention of a model of ``config`` cannot be compiled, or is not known to be; empty where it can.
 
     Only the operators of attention are compiled around, not what replaces them.
     """
+    on_gpu = device.type == "cuda"
     dropout = next((name for name in ATTENTION_DROPOUTS if getattr(config, name, 0)), None)
+    size = getattr(config, "v_head_dim", None)
+    how = "is computed document by document, which cannot be compiled"
     if dropout:
         reason = f"{dropout} {getattr(config, dropout)} in its config"
-    elif getattr(config, "v_head_dim", None):
-        reason = f"heads whose values have a size of their own (v_head_dim {config.v_head_dim})"
-    elif device.type == "cuda" and dtype == torch.float32:
+    elif on_gpu and dtype == torch.float32:
         reason = "training.precision: fp32 on a GPU"
+    elif size:
+        reason = f"heads whose values have a size of their own (v_head_dim {size})"
+        if on_gpu:
+            how = "gives its kernel values that are filled up, which nobody has tried compiled on a GPU"
     else:
         return ""
-    return (
-        f"attention of a model of type {config.model_type!r} with {reason} is computed document by document, which "
-        "cannot be compiled"
-    )
+    return f"attention of a model of type {config.model_type!r} with {reason} {how}"
