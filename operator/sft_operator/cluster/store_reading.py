@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from sft_api.checkpoints import CHECKPOINTS_PREFIX, CheckpointId, checkpoint_id
+from sft_api.s3_keys import without_line_ends
 
 from ..config import StoreSettings
 
@@ -50,8 +51,10 @@ def connect(settings: StoreSettings) -> Any:
 
     s3 = settings.s3
     session = boto3.session.Session()
-    if session.get_credentials() is None:
+    credentials = session.get_credentials()
+    if credentials is None:
         raise NoCredentialsError
+    without_line_ends(credentials)
     checksum = "when_supported" if s3.checksum == "whenSupported" else "when_required"
     return session.client(
         "s3",

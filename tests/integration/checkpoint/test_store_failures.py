@@ -68,6 +68,15 @@ def test_wrong_credentials(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch)
         S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=3).put("x", b"")
 
 
+def test_keys_with_a_line_end_are_taken_without_it(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, f"{os.environ[name]}\n")
+    store = S3Store(BUCKET, "runs/a", s3_server.settings, retry_seconds=0)
+    store.put("x", b"")
+    keys = store._client._request_signer._credentials.get_frozen_credentials()
+    assert not any(key.endswith("\n") for key in keys[:2])  # which of both moto does not look at
+
+
 def _refuse(store: S3Store, client: Any, operation: str, key: str, arguments: dict[str, Any]) -> Any:
     answer: Any = {"Error": {"Code": "InvalidAccessKeyId"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
     raise ClientError(answer, operation)

@@ -18,7 +18,14 @@ from sft_api.ports import free_port
 from sft_api.progress import TrainingProgress
 from sft_api.v1alpha1 import CheckpointsStatus
 from sft_operator.cluster.store import CONCURRENCY, CheckpointStore, _manifest, _progress
-from sft_operator.cluster.store_reading import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, Reading, StoreError, StoreFile
+from sft_operator.cluster.store_reading import (
+    MAX_MANIFEST_BYTES,
+    MAX_RECORD_BYTES,
+    Reading,
+    StoreError,
+    StoreFile,
+    connect,
+)
 from sft_operator.cluster.store_removal import PlaceRemover, _Place
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.result import RemovePlace
@@ -208,3 +215,11 @@ def test_who_removes_a_place_does_not_look_for_ever_through_what_is_nobodys_ther
 
     with pytest.raises(StoreError, match="no longer" if stopped else "could not be read within 60 s"):
         list(place._keys())
+
+
+def test_keys_are_signed_with_without_the_line_ends_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, key in (("ACCESS_KEY_ID", "key\n"), ("SECRET_ACCESS_KEY", "secret\r\n"), ("SESSION_TOKEN", " token\n")):
+        monkeypatch.setenv(f"AWS_{name}", key)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    credentials = connect(StoreSettings(uri="s3://platform/sft"))._request_signer._credentials
+    assert credentials.get_frozen_credentials()[:3] == ("key", "secret", "token")

@@ -7,6 +7,8 @@ from typing import Any
 
 from botocore.exceptions import CredentialRetrievalError, NoCredentialsError, ParamValidationError
 
+from sft_api.s3_keys import without_line_ends
+
 
 def name_their_provider(session: Any) -> None:
     """Have the errors of the credentials of a botocore ``session`` say that they are their provider's.
@@ -20,6 +22,7 @@ def name_their_provider(session: Any) -> None:
         credentials = session.get_credentials()
     if credentials is None:
         raise NoCredentialsError
+    without_line_ends(credentials)
     plain = credentials.get_frozen_credentials
 
     def renewed_if_they_end() -> Any:
