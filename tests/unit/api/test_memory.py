@@ -154,6 +154,21 @@ def test_a_config_that_says_little_is_read_with_the_defaults_of_its_family() -> 
     assert with_bias.block_parameters - llama.block_parameters == 896 + 2 * 128 + 896
 
 
+@pytest.mark.parametrize(
+    ("size", "published", "of_images"),
+    [
+        ("2B", 2_127_532_032, 406_957_056),
+        ("4B", 4_437_815_808, 415_347_712),
+        ("8B", 8_767_123_696, 576_388_336),
+        ("32B", 33_357_390_064, 595_266_800),
+    ],
+)
+def test_of_qwen3_vl_all_is_counted_that_is_not_for_images(size: str, published: int, of_images: int) -> None:
+    for kind in ("Instruct", "Thinking"):
+        found = shape(f"hf://Qwen/Qwen3-VL-{size}-{kind}")
+        assert (found.parameters, found.is_part, found.positions) == (published - of_images, True, 262144)
+
+
 def test_of_a_model_of_images_and_texts_the_text_part_is_counted() -> None:
     # As Gemma 3 4B is published: what its class has anyway is not said
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
