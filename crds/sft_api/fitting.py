@@ -44,7 +44,7 @@ def fitting(schema: Schema) -> Fit:
         case "integer":
             return _integer(schema)
         case "number":
-            return _number
+            return _number(schema)
         case _:
             return lambda value: value if isinstance(value, bool) else None
 
@@ -124,7 +124,13 @@ def _integer(schema: Schema) -> Fit:
     return fit
 
 
-def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return value if abs(value) <= _LARGEST or (isinstance(value, float) and math.isfinite(value)) else None
+def _number(schema: Schema) -> Fit:
+    lowest, highest = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+
+    def fit(value: object) -> float | None:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        known = math.isfinite(value) if isinstance(value, float) else abs(value) <= _LARGEST
+        return max(min(value, highest), lowest) if known else None
+
+    return fit
