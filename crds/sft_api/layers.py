@@ -1,7 +1,7 @@
 """Which layers of a model of a known shape are trained, get adapters, or are held in 4 bits: by name, of each block."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -11,6 +11,7 @@ from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 
 Size = TypeVar("Size", bound=tuple[int, ...])
+Each = TypeVar("Each")
 
 HEAD = "lm_head"
 EMBEDDINGS, _NORM, _BLOCKS = "model.embed_tokens", "model.norm", "model.layers."
@@ -20,7 +21,7 @@ EMBEDDINGS, _NORM, _BLOCKS = "model.embed_tokens", "model.norm", "model.layers."
 def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int], int]:
     """How many of the model's own weights ``spec`` trains: in each block, and outside of blocks."""
     if spec.trains_all:
-        return [shape.block_parameters] * shape.layers, shape.root_parameters
+        return [block.block_parameters for block in shape.blocks], shape.root_parameters
     names = spec.training.trainable_modules
     return _named_weights(shape, frozenset(names)) if names else ([0] * shape.layers, 0)
 
@@ -42,11 +43,11 @@ def trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> in
 @lru_cache(maxsize=32)
 def _in_rows_of(shape: ModelShape, names: frozenset[str] | None, multiple: int) -> int:
     """Of the model's own weights, or of those in modules with such ``names``."""
-    inside = shape.in_rows_of(multiple)
+    inside = _of_blocks(shape, lambda kind: kind.in_rows_of(multiple))
     outside = {} if shape.hidden_size % multiple else _outside(shape) | {_NORM: 0}
     if names is None:
-        return shape.layers * sum(inside.values()) + sum(outside.values())
-    blocks = sum(_counted(inside, names, f"{_BLOCKS}{block}.") for block in range(shape.layers))
+        return sum(sum(block.values()) for block in inside) + sum(outside.values())
+    blocks = sum(_counted(block, names, f"{_BLOCKS}{number}.") for number, block in enumerate(inside))
     return blocks + _counted(outside, names)
 
 
@@ -63,9 +64,15 @@ def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[i
 
     They are asked for again and again by who tries shapes. What means nothing is left to others to refuse.
     """
-    inside, outside = shape.modules, _outside(shape)
-    blocks = [_counted(inside, names, f"{_BLOCKS}{block}.") for block in range(shape.layers)]
-    return tuple(blocks), _counted(outside, names)
+    inside = _of_blocks(shape, lambda kind: kind.modules)
+    blocks = [_counted(block, names, f"{_BLOCKS}{number}.") for number, block in enumerate(inside)]
+    return tuple(blocks), _counted(_outside(shape), names)
+
+
+def _of_blocks(shape: ModelShape, made: Callable[[ModelShape], Each]) -> list[Each]:
+    """What is ``made`` of each block: once of those that are alike."""
+    found = [made(kind) for kind in shape.distinct]
+    return [found[number] for number in shape.order] if shape.kinds else found * shape.layers
 
 
 def _outside(shape: ModelShape) -> dict[str, int]:
@@ -81,14 +88,17 @@ def _counted(modules: Mapping[str, int], names: frozenset[str], prefix: str = ""
 @lru_cache(maxsize=32)
 def names_of_modules(shape: ModelShape) -> frozenset[str]:
     """All that means a module of the model with weights, or one in which there are some."""
-    inside = (f"{_BLOCKS}{block}.{name}" for block in range(shape.layers) for name in shape.modules)
+    blocks = enumerate(_of_blocks(shape, lambda kind: kind.modules))
+    inside = (f"{_BLOCKS}{number}.{name}" for number, block in blocks for name in block)
     return frozenset().union(*(meanings(f"{name}.weight") for name in (*inside, *_outside(shape))))
 
 
 def some_parameters(shape: ModelShape) -> list[str]:
-    """Names of parameters, one of each module with weights of its own, of one block only."""
+    """Names of parameters, one of each module with weights of its own, of one block of each kind only."""
     first, *others = (name for name, number in _outside(shape).items() if number)
-    inside = (f"{_BLOCKS}0.{name}" for name in shape.modules)
+    blocks = [shape.order.index(number) if shape.kinds else 0 for number in range(len(shape.distinct))]
+    kinds = zip(blocks, shape.distinct, strict=True)
+    inside = (f"{_BLOCKS}{block}.{name}" for block, kind in kinds for name in kind.modules)
     return [f"{name}.weight" for name in (first, *inside, *others)]
 
 
@@ -103,15 +113,18 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
     lora = spec.lora
     if lora is None:
         return [{}] * shape.layers
-    everything = tuple(shape.linear) if ALL_LINEAR in lora.target_modules else ()
-    sizes = {**shape.linear, **shape.of_experts}
-    return _layers_of(sizes, shape.layers, spec, (*lora.target_modules, *everything), tuple(lora.exclude_modules))
+
+    def of_block(kind: ModelShape) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+        everything = tuple(kind.linear) if ALL_LINEAR in lora.target_modules else ()
+        return {**kind.linear, **kind.of_experts}, (*lora.target_modules, *everything)
+
+    return _layers_of(shape, spec, of_block, tuple(lora.exclude_modules))
 
 
 def linear_of(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[str], list[str]]:
     """Full names of all linear layers but the head, and of those of them that get adapters."""
-    adapted = adapted_of(shape, spec)
-    every = [(block, name) for block in range(shape.layers) for name in shape.linear]
+    adapted, linear = adapted_of(shape, spec), _of_blocks(shape, lambda kind: kind.linear)
+    every = [(block, name) for block, names in enumerate(linear) for name in names]
     full = {(block, name): f"{_BLOCKS}{block}.{name}" for block, name in every}
     return [*full.values()], [full[block, name] for block, name in every if name in adapted[block]]
 
@@ -121,20 +134,31 @@ def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, 
     and of what experts have; how many rows of how many each."""
     if spec.quantised is None:
         return [{}] * shape.layers
-    sizes = {**shape.linear, **shape.stacked} if spec.quantised == "nf4" else shape.stacked
-    return _layers_of(sizes, shape.layers, spec, tuple(sizes))
+
+    def of_block(kind: ModelShape) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
+        sizes = {**kind.linear, **kind.stacked} if spec.quantised == "nf4" else kind.stacked
+        return sizes, tuple(sizes)
+
+    return _layers_of(shape, spec, of_block)
 
 
 def _layers_of(
-    sizes: Mapping[str, Size],
-    blocks: int,
+    shape: ModelShape,
     spec: SFTJobSpec,
-    targets: tuple[str, ...],
+    of_block: Callable[[ModelShape], tuple[Mapping[str, Size], tuple[str, ...]]],
     excluded: tuple[str, ...] = (),
 ) -> list[dict[str, Size]]:
+    """Of each block the layers that are chosen; ``of_block`` gives those of one, with what names the chosen ones."""
     trained = tuple(spec.training.trainable_modules or ())
-    chosen = _chosen(tuple(sizes), blocks, targets, excluded, trained)
-    return [{name: sizes[name] for name in names} for names in chosen]
+
+    def of_kind(kind: ModelShape) -> list[dict[str, Size]]:
+        sizes, targets = of_block(kind)
+        chosen = _chosen(tuple(sizes), shape.layers, targets, excluded, trained)
+        return [{name: sizes[name] for name in names} for names in chosen]
+
+    kinds = [of_kind(kind) for kind in shape.distinct]
+    numbers = shape.order if shape.kinds else (0,) * shape.layers
+    return [kinds[number][block] for block, number in enumerate(numbers)]
 
 
 @lru_cache(maxsize=32)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import Any
 
-from .model_shape import FAMILIES, ModelShape
+from .model_shape import ModelShape
 from .sequence_parallel import possible, unshared_heads
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import MOST, MegatronSpec, megatron_of
@@ -55,8 +55,10 @@ def model_problem(megatron: MegatronSpec, shape: ModelShape, processes: int = 0)
     """
     if shape.is_part:
         return unknown_model("the text part of a model of several")
-    if shape.family not in [FAMILIES[name] for name in MODELS]:
+    if shape.kind not in MODELS:
         return unknown_model("this type of model")
+    if shape.kinds:
+        return no_rules_for("layers that differ")
     if shape.output_bias:
         return no_rules_for("attention_bias: true")
     if shape.experts and megatron.tensor_parallel_degree > 1 and not megatron.shares_tokens:

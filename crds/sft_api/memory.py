@@ -12,7 +12,7 @@ from math import ceil, inf
 
 from .adapters import adapter_parameters
 from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_in_rows_of, trained_weights, trains_module
-from .model_shape import ModelShape, Transformed
+from .model_shape import GatedDelta, ModelShape, Transformed
 from .sequence_parallel import key_repeats
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec, Quantised
@@ -40,6 +40,12 @@ NF4_BLOCK = 64
 """Weights in NF4 that share what they are multiplied by, a number in fp32."""
 PACKED_BYTES: Mapping[Quantised | None, float] = {None: 0, "nf4": 1 / 2 + 4 / NF4_BLOCK, "mxfp4": 1 / 2 + 1 / 32}
 """Of each weight in 4 bits, with its part of what it is multiplied by."""
+RULE_AT_ONCE = 2**17
+"""Tokens times heads of values for which the gated delta rule is computed at a time."""
+RULE_CHUNK = 64
+"""Tokens of a chunk of it, within which all are seen at once."""
+CONVOLUTION_COPIES = 4
+"""In fp32, of what comes into the convolution of a gated delta net, which its backward pass holds at the most."""
 PACKED_AT_ONCE = 2**24
 """Such weights whose values a GPU looks up at a time, in fp32, by an index of 4 bytes for each two of them."""
 
@@ -134,8 +140,9 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]
     packed = [*map(sum, matrices)]
-    blocks = zip_longest(adapters, packed, fillvalue=0)
-    block, packed_block = largest_block(((shape.block_parameters + added, of) for added, of in blocks), spec.quantised)
+    own = [block.block_parameters for block in shape.blocks]
+    blocks = zip_longest(own, adapters, packed, fillvalue=0)
+    block, packed_block = largest_block(((weights + added, of) for weights, added, of in blocks), spec.quantised)
     return Sizes(
         hidden_size=shape.hidden_size,
         vocabulary=shape.vocabulary,
@@ -148,7 +155,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         in_blocks=trained_in_rows_of(shape, spec, MOMENT_BLOCK),
-        experts=shape.experts > 0,
+        experts=any(kind.experts for kind in shape.distinct),
         logits=shape.logits,
         packed=sum(packed),
         packed_block=packed_block,
@@ -174,16 +181,21 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bo
     adapted = adapted_of(shape, spec)
     weights, _ = trained_weights(shape, spec)
     first = next((i for i, block in enumerate(zip(adapted, weights, strict=True)) if any(block)), shape.layers)
-    enough = shape.block_parameters if least else 1
-    blocks = [(tuple(names), trained >= enough) for names, trained in zip(adapted, weights, strict=True)]
+    kinds_of_blocks = shape.order or (0,) * shape.layers
+    enough = [kind.block_parameters if least else 1 for kind in shape.distinct]
+    blocks = [
+        (kind, tuple(names), trained >= enough[kind])
+        for kind, names, trained in zip(kinds_of_blocks, adapted, weights, strict=True)
+    ]
     if trains_module(EMBEDDINGS, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
     unpacked, tokens = computed * sizes.packed_matrix, micro_batch_tokens(spec, plan)
-    for (names, trained), count in Counter(blocks[first:]).items():
+    for (number, names, trained), count in Counter(blocks[first:]).items():
+        kind, compiled = shape.distinct[number], plan.compile
         taken = block_memory(
-            shape, spec, computed, names, trained=trained, compiled=plan.compile, unpacked=unpacked, tokens=tokens
+            kind, spec, computed, names, trained=trained, compiled=compiled, unpacked=unpacked, tokens=tokens
         )
         kinds[taken] += count
     return estimate_of(sizes, kinds, spec, plan)
@@ -454,14 +466,8 @@ def block_memory(
     # The normed value is kept for the gradient of the norm's weight: a frozen one has none.
     normed = 0 if frozen else (4 if family.norms_in_fp32 else computed)
     norms: float = shape.norms * width * (4 + normed) + 2 * width * computed
-    between = (queries + keys) * (4 + normed) if family.query_key_norm else 0
-    attention = computed * 2 * (queries + keys) + 4 * shape.heads
-    if family.fused and spec.sequence_parallel == 1:
-        # Values are part of what the one projection gave.
-        attention += computed * (queries + keys)
-    if spec.sequence_parallel > 1:
-        # The output is there by heads and by tokens; heads of keys once for each process that they are sent to.
-        attention += computed * (queries + 2 * keys * (key_repeats(shape.kv_heads, spec.sequence_parallel) - 1))
+    between = (queries + keys) * (4 + normed) if shape.normed else 0
+    attention = _attention(shape, spec, computed, frozen=frozen)
     mlp: float = computed * 4 * inner
     if shape.experts:
         mlp = _mixture(shape, computed, adapted, frozen=frozen)
@@ -469,8 +475,8 @@ def block_memory(
             mlp += 4 * shape.experts
     if compiled and knows_compiled(shape):
         norms = computed * width * (3 + shape.norms / 2) + 4 * shape.norms
-        deviations = shape.heads + shape.kv_heads if family.query_key_norm == "head" else 2
-        between = computed * (queries + keys) + 4 * deviations if family.query_key_norm else 0
+        deviations = shape.heads + shape.kv_heads if shape.normed == "head" else 2
+        between = computed * (queries + keys) + 4 * deviations if shape.normed else 0
         mlp = computed * 3 * inner
     kept = norms + between + attention + mlp
     if frozen:
@@ -498,6 +504,11 @@ def block_memory(
         # The activation is computed again; or, of narrow experts, the sum of what they give is taken apart.
         again = shape.chosen * 7 * inner - 2 * width
         working = max(computed * again, computed * shape.chosen * (3 * width + inner) + unpacked / tokens)
+    if shape.delta:
+        # What the MLP and the norm before it keep is let go of by then.
+        gone = mlp + width * (4 + normed + computed)
+        taken = _delta_working(shape.delta, computed, tokens, frozen=frozen) + computed * width
+        working = max(working, taken - gone)
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)
@@ -505,20 +516,75 @@ def block_memory(
     least = float(computed * width)
     if how == "selective":
         # Products of matrices, those of adapters too, and attention.
-        products = 2 * queries + 2 * keys + 2 * inner + 2 * width
+        worth_it = (outputs for outputs, inputs in shape.linear.values() if inputs * LOW_RANK >= outputs)
+        products = sum(worth_it) + (shape.delta.values if shape.delta else queries)
         if shape.experts:
-            products = 2 * queries + 2 * keys + width + shape.experts + shape.chosen * (2 * inner + width)
+            products += shape.experts + shape.chosen * (2 * inner + width)
         # What comes out of the first factor of an adapter, and of the second where it shares enough numbers to be
         # worth it.
         products += sum(rank + (outputs if rank * LOW_RANK >= outputs else 0) for rank, outputs in adapters)
-        least += computed * products + 4 * shape.heads
+        least += computed * products + (0 if shape.delta else 4 * shape.heads)
         working += 0 if shape.experts else computed * 2 * width
     return BlockMemory(least, kept + working - least)
 
 
 def knows_compiled(shape: ModelShape) -> bool:
     """Whether it is known what blocks of ``shape`` keep where they are compiled: of others it is a most."""
-    return not shape.experts
+    return shape.family.alike_as_compiled
+
+
+def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bool) -> float:
+    """Of a token in what a block has for attention, but the norms of queries and keys."""
+    queries, keys, normed = shape.queries, shape.keys, 0 if frozen else computed
+    if (delta := shape.delta) is not None:
+        # The convolution keeps what it reads, what it gives, and that activated; the rule what its two numbers for each
+        # head of values are made of.
+        gates = delta.value_heads * (2 * computed + 16)
+        return computed * 3 * delta.channels + gates + _gated_norm(delta, computed, frozen=frozen)
+    attention: float = computed * 2 * (queries + keys) + 4 * shape.heads
+    if shape.family.fused and spec.sequence_parallel == 1:
+        # Values are part of what the one projection gave.
+        attention += computed * (queries + keys)
+    if spec.sequence_parallel > 1:
+        # The output is there by heads and by tokens; heads of keys once for each process that they are sent to.
+        repeats = key_repeats(shape.kv_heads, spec.sequence_parallel)
+        attention += computed * (queries + 2 * keys * (repeats - 1))
+    if shape.family.gated:
+        # The gate, and the product, which is read. The norm of queries keeps what it reads in fp32: that is the whole
+        # projection where it is so already.
+        attention += computed * 2 * queries + (0 if computed < 4 else computed * queries)
+    if (latent := shape.latent) is not None:
+        # Narrow queries and keys are normed; values are filled up to the width of keys, and cut again.
+        attention += (latent.queries + latent.keys) * (4 + normed + computed)
+        attention += computed * shape.attended if shape.attended != queries else 0
+    return attention
+
+
+def _gated_norm(delta: GatedDelta, computed: int, *, frozen: bool) -> float:
+    """Of a token in the norm behind the rule, which is computed in fp32 and multiplied by an activated gate in fp32."""
+    return delta.values * (12 + (2 if frozen else 3) * computed)
+
+
+def _delta_working(delta: GatedDelta, computed: int, tokens: float, *, frozen: bool) -> float:
+    """Of a token in a gated delta net, what its rule or its convolution take backwards, without what the net itself
+    has let go of by then."""
+    gone = _gated_norm(delta, computed, frozen=frozen)
+    rule = rule_bytes(delta, int(tokens)) / tokens if tokens < inf else 0.0
+    rule += computed * (2 * delta.values + delta.channels)
+    convolution = CONVOLUTION_COPIES * 4 * delta.channels + computed * delta.values
+    return max(rule, convolution) - gone
+
+
+def rule_bytes(delta: GatedDelta, tokens: int, at_once: int = RULE_AT_ONCE) -> int:
+    """What the backward pass of the gated delta rule, in fp32, holds at the most besides tensors of the sizes of what
+    came in; so many tokens times heads of values are computed ``at_once``."""
+    sharing = delta.value_heads // delta.key_heads
+    heads = min(max(1, at_once // (tokens * sharing)), delta.key_heads) * sharing
+    k, v, filled = delta.key_size, delta.value_size, ceil(tokens / RULE_CHUNK) * RULE_CHUNK
+    # For each token: what is as wide as keys or values, as a chunk, and its part of what each chunk has one of.
+    of_values = 11 * k + 8 * v + 8 * RULE_CHUNK + (3 * k * v + k * k) // RULE_CHUNK
+    # And, whatever the heads, which tokens are of one document.
+    return filled * (heads * of_values + 6 * RULE_CHUNK) * 4
 
 
 def _adapters(shape: ModelShape, lora: LoraSpec, adapted: Collection[str]) -> list[tuple[int, int]]:
@@ -543,14 +609,9 @@ def _computed_rank(rank: int) -> int:
 def _unread(shape: ModelShape, read: Collection[str]) -> int:
     """Numbers of a token that go into layers with frozen weights and that no adapter keeps: it does of those ``read``.
 
-    What o_proj reads attention keeps anyway; what goes into experts ``_mixture`` leaves out itself.
+    What goes into experts ``_mixture`` leaves out itself.
     """
-    readers = {
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"): shape.hidden_size,
-        ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"): shape.hidden_size,
-        ("mlp.down_proj",): 0 if shape.experts else shape.intermediate_size,
-    }
-    return sum(numbers for names, numbers in readers.items() if not set(names) & set(read))
+    return sum(numbers for names, numbers in shape.readers.items() if not set(names) & set(read))
 
 
 def _mixture(shape: ModelShape, computed: int, adapted: Collection[str], *, frozen: bool) -> float:
@@ -565,4 +626,11 @@ def _mixture(shape: ModelShape, computed: int, adapted: Collection[str], *, froz
     biased = shape.family.biased
     read = sum(inputs for name, (*_, inputs) in shape.of_experts.items() if not frozen or name in adapted)
     numbers = read + (2 if biased else 3) * inner + width
-    return (0 if biased else 4 * shape.experts) + shape.chosen * (computed * numbers + 56)
+    kept = (0 if biased else 4 * shape.experts) + shape.chosen * (computed * numbers + 56)
+    if shape.family.routed_in_fp32 and not frozen:
+        # What the router reads, for the gradient of its weights.
+        kept += 4 * width if computed < 4 else 0
+    if shape.family.shared_gate:
+        # What the expert for all tokens gives, and the number that it is weighed by.
+        kept += computed * (width + 1)
+    return kept + computed * 4 * shape.shared

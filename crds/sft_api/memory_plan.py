@@ -7,6 +7,7 @@ from typing import Any
 
 from .adapters import AdapterError, adapted, hint_on_experts, no_such_module, within
 from .batch import with_batch_of
+from .families import UNCOMPILED_EXPERTS
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
 from .layers import EMBEDDINGS, HEAD, names_of_modules, packed_of, some_parameters
@@ -26,7 +27,7 @@ from .memory import (
     staging_bytes,
 )
 from .memory_megatron import changes, estimate_stage, estimate_stage_states
-from .model_shape import UNCOMPILED_EXPERTS, ModelShape
+from .model_shape import ModelShape
 from .sequence_parallel import heads_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -247,11 +248,9 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     lora = spec.lora
     if lora is None:
         return ""
-    layers = range(min(shape.layers, _ENOUGH_LAYERS))
-    linear, stacked = (
-        [f"model.layers.{layer}.{name}" for layer in layers for name in sizes]
-        for sizes in (shape.linear, shape.of_experts)
-    )
+    looked_at = shape.blocks if shape.kinds else [shape] * min(shape.layers, _ENOUGH_LAYERS)
+    linear = [f"model.layers.{layer}.{name}" for layer, block in enumerate(looked_at) for name in block.linear]
+    stacked = [f"model.layers.{layer}.{name}" for layer, block in enumerate(looked_at) for name in block.of_experts]
     try:
         modules = spec.training.trainable_modules or ()
         adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)

@@ -1,73 +1,14 @@
 """The sizes of a decoder, by which its parameters and its memory are counted. Pure: from the words of a config."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from .families import FAMILIES, Family
+
 Transformed = Literal["", "scaled", "capped"]
 """Logits: the products of hidden states and head as they are, multiplied by a number, or bent by tanh."""
-
-
-UNCOMPILED_EXPERTS = "has experts with biases, whose layers cannot be compiled"
-"""Of models whose family is ``biased``."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """What the decoders of one ``model_type`` have in common, and differ in from those of another."""
-
-    attention_bias: bool = False
-    """Of the projections to queries, keys and values, where the config does not say."""
-    query_key_norm: Literal["", "head", "whole"] = ""
-    """A norm of queries and keys: over each head, or over all of them."""
-    norms: Literal["before", "after", "both"] = "before"
-    """Where the norms of a block stand: before attention and MLP, after them, or both."""
-    norms_in_fp32: bool = False
-    """Whether the weight of a norm is multiplied in fp32, before the result is rounded."""
-    fused: bool = False
-    """Whether queries, keys and values are one projection, and gate and up another."""
-    tied: bool = False
-    """Whether embedding and head are one, where the config does not say."""
-    head_size: int | None = None
-    """Where the config does not say; hidden size / heads when None."""
-    mixture: bool = False
-    """Whether a block has experts in place of one MLP."""
-    expert_size: Literal["intermediate_size", "moe_intermediate_size"] = "intermediate_size"
-    """Where it says how wide the MLP of each is."""
-    weighed_in_fp32: bool = False
-    """Whether the outputs of experts are multiplied by what the router gives in fp32."""
-    biased: bool = False
-    """Whether experts and routers have biases, and attention where the config does not say otherwise."""
-    sinks: bool = False
-    """Whether attention has a number for each head besides."""
-    unsaid: tuple[tuple[str, int], ...] = ()
-    """Sizes of a config that does not say them, where every other one of the type's does."""
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(attention_bias=True),
-    "gpt_oss": Family(norms_in_fp32=True, head_size=64, mixture=True, biased=True, sinks=True),
-    "mixtral": Family(mixture=True, weighed_in_fp32=True),
-    "olmoe": Family(query_key_norm="whole", mixture=True),
-    "qwen3": Family(query_key_norm="head", head_size=128),
-    "qwen3_moe": Family(query_key_norm="head", mixture=True, expert_size="moe_intermediate_size"),
-    "phi3": Family(fused=True),
-    "smollm3": Family(tied=True),
-    "olmo2": Family(query_key_norm="whole", norms="after", norms_in_fp32=True),
-    "gemma3_text": Family(
-        query_key_norm="head",
-        norms="both",
-        norms_in_fp32=True,
-        tied=True,
-        head_size=256,
-        unsaid=(("num_attention_heads", 8), ("num_key_value_heads", 4), ("vocab_size", 262208)),
-    ),
-}
-"""The architectures that are counted by a formula; the trainer counts any other one as it is."""
-
 
 _NORMS = {
     "before": ("input_layernorm", "post_attention_layernorm"),
@@ -83,10 +24,52 @@ _NORMS = {
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A decoder of equal blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them.
+class Latent:
+    """Sizes of attention whose queries and keys come from narrow ones."""
 
-    In a mixture of experts each block has several MLPs, and a router that sends every token to some of them.
+    queries: int
+    """Width of the narrow queries; 0 where they are projected at once."""
+    keys: int
+    """Width of what keys and values come from."""
+    rotated: int
+    """Of the numbers of a head those that are rotated; of keys all heads have the same."""
+    values: int
+    """Numbers of a head of values."""
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Sizes of a gated delta net."""
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    kernel: int
+    """Tokens that its convolution sees."""
+
+    @property
+    def keys(self) -> int:
+        """Width of all keys together, and of all queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Width of all values together."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them.
+
+    In a mixture of experts each block has several MLPs, and a router that sends every token to some of them. Where
+    blocks differ, ``kinds`` has the shape of a model of each of them, and what is said of a block here is of none.
     """
 
     family: Family
@@ -109,6 +92,17 @@ class ModelShape:
     """MLPs of a block; 0 where there is one, to which all tokens go."""
     chosen: int = 0
     """Experts that a token is sent to."""
+    shared: int = 0
+    """Width of the MLP that all tokens go to beside the experts; 0 where there is none."""
+    latent: Latent | None = None
+    delta: GatedDelta | None = None
+    """Of the blocks that have a gated delta net for attention."""
+    kinds: tuple["ModelShape", ...] = ()
+    """Where blocks differ, a model of each kind of them; empty where all are alike."""
+    order: tuple[int, ...] = ()
+    """Which of the ``kinds`` each block is."""
+    kind: str = field(default="", compare=False)
+    """``model_type`` in its config."""
     positions: int | None = field(default=None, compare=False)
     """Tokens of the longest document that it was made for, where its config says so; no size of anything."""
     in_mxfp4: bool = field(default=False, compare=False)
@@ -127,24 +121,80 @@ class ModelShape:
         return self.kv_heads * self.head_size
 
     @property
+    def attended(self) -> int:
+        """Width of what attention gives."""
+        return self.heads * self.latent.values if self.latent else self.queries
+
+    @property
+    def distinct(self) -> tuple["ModelShape", ...]:
+        """A model of each kind of blocks: itself where all are alike."""
+        return self.kinds or (self,)
+
+    @property
+    def blocks(self) -> Sequence["ModelShape"]:
+        """Of each block the one of ``distinct`` that it is of."""
+        return [self.kinds[number] for number in self.order] if self.kinds else [self] * self.layers
+
+    @property
     def linear(self) -> dict[str, tuple[int, int]]:
         """The linear layers of a block by name: (outputs, inputs); experts and routers are none."""
-        attention = {
-            "self_attn.q_proj": (self.queries, self.hidden_size),
-            "self_attn.k_proj": (self.keys, self.hidden_size),
-            "self_attn.v_proj": (self.keys, self.hidden_size),
-        }
-        mlp = {
-            "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
-            "mlp.up_proj": (self.intermediate_size, self.hidden_size),
-        }
+        width = self.hidden_size
+        if not self.experts:
+            fused = {"mlp.gate_up_proj": (2 * self.intermediate_size, width)} if self.family.fused else None
+            return {**self._attention, **_gated_mlp("mlp", width, self.intermediate_size, fused)}
+        if not self.shared:
+            return self._attention
+        weighed = {f"mlp.{self.family.shared_gate}": (1, width)} if self.family.shared_gate else {}
+        return {**self._attention, **_gated_mlp(f"mlp.{self.family.shared}", width, self.shared), **weighed}
+
+    @property
+    def _attention(self) -> dict[str, tuple[int, int]]:
+        width = self.hidden_size
+        if (delta := self.delta) is not None:
+            sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
+            if self.family.delta == "together":
+                sizes = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
+            projected = {f"linear_attn.in_proj_{name}": (outputs, width) for name, outputs in sizes.items()}
+            return {**projected, "linear_attn.out_proj": (width, delta.values)}
+        output = {"self_attn.o_proj": (width, self.attended)}
+        if (latent := self.latent) is not None:
+            queries = {"q_proj": (self.queries, width)}
+            if latent.queries:
+                queries = {"q_a_proj": (latent.queries, width), "q_b_proj": (self.queries, latent.queries)}
+            # Of keys what is not rotated, and values.
+            expanded = self.queries - self.heads * latent.rotated + self.attended
+            keys = {"kv_a_proj_with_mqa": (latent.keys + latent.rotated, width), "kv_b_proj": (expanded, latent.keys)}
+            return {f"self_attn.{name}": sizes for name, sizes in {**queries, **keys}.items()} | output
         if self.family.fused:
-            attention = {"self_attn.qkv_proj": (self.queries + 2 * self.keys, self.hidden_size)}
-            mlp = {"mlp.gate_up_proj": (2 * self.intermediate_size, self.hidden_size)}
-        attention["self_attn.o_proj"] = (self.hidden_size, self.queries)
-        if self.experts:
-            return attention
-        return {**attention, **mlp, "mlp.down_proj": (self.hidden_size, self.intermediate_size)}
+            return {"self_attn.qkv_proj": (self.queries + 2 * self.keys, width), **output}
+        return {
+            "self_attn.q_proj": (self.queries * (2 if self.family.gated else 1), width),
+            "self_attn.k_proj": (self.keys, width),
+            "self_attn.v_proj": (self.keys, width),
+            **output,
+        }
+
+    @property
+    def readers(self) -> dict[tuple[str, ...], int]:
+        """The linear layers of a block that read one tensor, which is there for them alone, and how wide that is.
+
+        What the projection after attention reads is there anyway, where nothing comes between.
+        """
+        linear = self.linear
+        first = tuple(name for name, (_, inputs) in self._attention.items() if inputs == self.hidden_size)
+        if self.delta:
+            first = tuple(name for name in first if name != "linear_attn.out_proj")
+            found = {first: self.hidden_size, ("linear_attn.out_proj",): self.delta.values}
+        else:
+            first = tuple(name for name in first if name != "self_attn.o_proj")
+            found = {first: self.hidden_size}
+            narrow = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+            found |= {(name,): linear[name][1] for name in narrow if name in linear}
+            if self.family.gated or (self.latent and self.attended != self.queries):
+                found[("self_attn.o_proj",)] = self.attended
+        into = tuple(name for name in linear if name.startswith("mlp.") and not name.endswith("down_proj"))
+        found[into] = self.hidden_size
+        return found | {(name,): sizes[1] for name, sizes in linear.items() if name.endswith("down_proj")}
 
     @property
     def stacked(self) -> dict[str, tuple[int, int]]:
@@ -166,6 +216,11 @@ class ModelShape:
         }
 
     @property
+    def normed(self) -> Literal["", "head", "whole"]:
+        """How queries and keys of a block are, where it has some."""
+        return "" if self.delta else self.family.query_key_norm
+
+    @property
     def norms(self) -> int:
         """Norms of the width of the model in a block."""
         return len(_NORMS[self.family.norms])
@@ -175,19 +230,23 @@ class ModelShape:
         """Parameters of each module of a block that has some of its own, by name."""
         found = {name: outputs * inputs for name, (outputs, inputs) in self.linear.items()}
         if self.attention_bias:
-            projections = dict.fromkeys(("q_proj", "k_proj", "v_proj"), self.keys) | {"q_proj": self.queries}
-            if self.family.fused:
-                projections = {"qkv_proj": self.queries + 2 * self.keys}
-            for name, outputs in projections.items():
-                found[f"self_attn.{name}"] += outputs
+            for name, (outputs, _) in self._attention.items():
+                found[name] += 0 if name.endswith("o_proj") else outputs
         if self.output_bias:
             found["self_attn.o_proj"] += self.hidden_size
         if self.family.sinks:
             found["self_attn"] = self.heads
-        if self.family.query_key_norm:
+        if (delta := self.delta) is not None:
+            found["linear_attn"] = 2 * delta.value_heads
+            found["linear_attn.conv1d"] = delta.channels * delta.kernel
+            found["linear_attn.norm"] = delta.value_size
+        if self.latent:
+            narrow = {"q_a_layernorm": self.latent.queries, "kv_a_layernorm": self.latent.keys}
+            found |= {f"self_attn.{name}": size for name, size in narrow.items() if size}
+        if self.normed:
             over_heads = self.family.query_key_norm == "head"
-            found["self_attn.q_norm"] = self.head_size if over_heads else self.queries
-            found["self_attn.k_norm"] = self.head_size if over_heads else self.keys
+            for name, whole in zip(self.family.query_key_norms, (self.queries, self.keys), strict=True):
+                found[f"self_attn.{name}"] = self.head_size if over_heads else whole
         if self.experts:
             router = self.hidden_size + (1 if self.family.biased else 0)
             found["mlp.router" if self.family.biased else "mlp.gate"] = self.experts * router
@@ -219,7 +278,8 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Of the whole model those that take part in the computation of one token."""
-        return self.parameters - self.layers * (self.experts - self.chosen) * self._expert_parameters
+        idle = (block.experts and (block.experts - block.chosen) * block._expert_parameters for block in self.blocks)
+        return self.parameters - sum(idle)
 
     @property
     def head_parameters(self) -> int:
@@ -234,23 +294,42 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Of the whole model; tied ones once."""
-        return self.layers * self.block_parameters + self.root_parameters
+        blocks = sum(block.block_parameters for block in self.blocks) if self.kinds else None
+        return (self.layers * self.block_parameters if blocks is None else blocks) + self.root_parameters
+
+
+def _gated_mlp(
+    module: str, width: int, inner: int, first: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, tuple[int, int]]:
+    """The linear layers of one, by name: (outputs, inputs); ``first`` are those of another kind before its product."""
+    usual = {f"{module}.gate_proj": (inner, width), f"{module}.up_proj": (inner, width)}
+    return {**(first or usual), f"{module}.down_proj": (width, inner)}
 
 
 _SHOWN = 40
 """Characters of a value that a sentence quotes."""
 LARGEST_SIZE = 2**31 - 1
 """Of what a config counts: of larger ones memory is no number that says anything."""
-_CHOSEN = "num_experts_per_tok"
-_OF_EXPERTS = ("num_experts", "num_local_experts", _CHOSEN)
+_MOST_LAYERS = 1024
+"""Of a model whose blocks differ: more have none."""
+_CHOSEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of a config of which one says how many experts there are: transformers writes one for another."""
 _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"),
     "vocab_size",
 )
-_OPTIONAL = ("num_key_value_heads", "head_dim")
-"""Of these sizes those that follow from others where a config does not say them."""
-_WITHOUT_BIASES = ("mistral", "mixtral", "phi3")
-"""Types of models that have none in attention whatever a config says: they do not read attention_bias."""
+_OPTIONAL = ("num_key_value_heads", "head_dim", "q_lora_rank")
+"""Of these sizes those that follow from others where a config does not say them, or say by that that there is none."""
+_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_OF_DELTA = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+_INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
+"""Types of several parts whose configs may have what they say of the text part among their own fields."""
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
@@ -258,55 +337,135 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 
     Of a model of several parts it is that of its text part: no other is held.
     """
-    is_part = isinstance(config.get("text_config"), Mapping)
-    config = of_text(config)
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or wrong_sizes(config):
+    if uncounted(config):
         return None
-    heads = _size(config, "num_attention_heads")
-    hidden = _size(config, "hidden_size")
-    layers, intermediate = _size(config, "num_hidden_layers"), _size(config, family.expert_size)
-    vocabulary = _size(config, "vocab_size")
-    if heads is None or hidden is None or layers is None or intermediate is None or vocabulary is None:
-        return None
-    if config.get("mlp_bias"):
-        return None
-    experts, chosen = 0, 0
-    if family.mixture:
-        # transformers writes the one as the other.
-        experts = _size(config, "num_experts") or _size(config, "num_local_experts") or 0
-        chosen = _size(config, "num_experts_per_tok") or 0
-        if not experts or not chosen or _dense_blocks(config):
-            return None
-    bias, tied = config.get("attention_bias", family.biased), config.get("tie_word_embeddings")
-    if config.get("model_type") in _WITHOUT_BIASES:
-        bias = False
-    own = family.attention_bias  # of families whose config has no such field
-    return ModelShape(
+    is_part, config = _is_whole(config), of_text(config)
+    family = FAMILIES[str(config["model_type"])]
+    heads, hidden, layers = (
+        _known(config, name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    latent, size = None, _size(config, "head_dim") or family.head_size or hidden // heads
+    if family.latent:
+        keys, rotated, others, values = (_known(config, name) for name in _OF_LATENT[1:])
+        size, latent = rotated + others, Latent(_size(config, "q_lora_rank") or 0, keys, rotated, values)
+    if family.query_key_norm_field and not config.get(family.query_key_norm_field):
+        family = replace(family, query_key_norm="")
+    bias = bool(config.get(family.bias_field, family.attention_bias))
+    output_field, same = family.output_bias_field, family.output_bias_field == family.bias_field
+    tied = config.get("tie_word_embeddings")
+    scaled = family.scaled and config.get("logits_scaling") not in (None, 1)
+    shape = ModelShape(
         family=family,
         hidden_size=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=_size(config, "num_key_value_heads") or heads,
-        head_size=_size(config, "head_dim") or family.head_size or hidden // heads,
-        intermediate_size=intermediate,
-        vocabulary=vocabulary,
+        kv_heads=heads if latent else _size(config, "num_key_value_heads") or heads,
+        head_size=size,
+        intermediate_size=_known(config, family.expert_size),
+        vocabulary=_known(config, "vocab_size"),
         tied=family.tied if tied is None else bool(tied),
-        attention_bias=own or bool(bias),
-        output_bias=bool(bias) and not own,
-        logits="capped" if config.get("final_logit_softcapping") else "",
-        experts=experts,
-        chosen=chosen,
+        attention_bias=bias,
+        output_bias=bool(output_field) and (bias if same else bool(config.get(output_field))),
+        logits="capped" if config.get("final_logit_softcapping") else "scaled" if scaled else "",
+        experts=_any_size(config, _EXPERTS) or 0 if family.mixture else 0,
+        chosen=_any_size(config, _CHOSEN) or 0 if family.mixture else 0,
+        shared=_shared(config, family) if family.mixture else 0,
+        latent=latent,
+        kind=str(config["model_type"]),
         positions=_size(config, "max_position_embeddings"),
         in_mxfp4=family.biased and _is_in_mxfp4(config),
         is_part=is_part,
     )
+    return _of_kinds(shape, config)
+
+
+def _of_kinds(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
+    """``shape``, whose blocks are what most of its type are, with those that ``config`` says to be otherwise."""
+    family = shape.family
+    if not (family.delta or family.dense) or shape.layers > _MOST_LAYERS:
+        return shape
+    delta = GatedDelta(*(_known(config, name) for name in _OF_DELTA)) if family.delta else None
+    linear = _linear_blocks(config, shape.layers) if family.delta else [False] * shape.layers
+    sparse = _sparse_blocks(config, shape) if family.mixture else [False] * shape.layers
+    pairs = [*zip(linear, sparse, strict=True)]
+    kinds: dict[tuple[bool, bool], ModelShape] = {}
+    for pair in pairs:
+        is_linear, is_sparse = pair
+        if pair in kinds:
+            continue
+        kind = replace(shape, delta=delta) if is_linear else shape
+        if family.mixture and not is_sparse:
+            kind = replace(kind, experts=0, chosen=0, shared=0, intermediate_size=_known(config, "intermediate_size"))
+        kinds[pair] = kind
+    if len(kinds) == 1:
+        return next(iter(kinds.values()))
+    numbers = {pair: number for number, pair in enumerate(kinds)}
+    if not any(sparse):
+        shape = replace(next(iter(kinds.values())), delta=None)
+    return replace(shape, kinds=tuple(kinds.values()), order=tuple(numbers[pair] for pair in pairs))
+
+
+def _linear_blocks(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Which blocks have linear attention in place of attention."""
+    given = config.get("layer_types")
+    if given is not None:
+        return [kind == _LINEAR for kind in given]
+    every = config.get("full_attention_interval", 4)
+    return [(block + 1) % every != 0 for block in range(layers)]
+
+
+def _sparse_blocks(config: Mapping[str, Any], shape: ModelShape) -> list[bool]:
+    """Which blocks of a mixture have experts."""
+    blocks = range(shape.layers)
+    match shape.family.dense:
+        case "first":
+            if (listed := config.get("mlp_layer_types")) is not None:
+                return [kind == "sparse" for kind in listed]
+            return [block >= config["first_k_dense_replace"] for block in blocks]
+        case "listed":
+            dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+            return [block not in dense and (block + 1) % every == 0 for block in blocks]
+        case "between":
+            first, last, every = (config.get(name, usual) for name, usual in zip(_INTERVAL, (1, -1, 1), strict=True))
+            last = shape.layers - 1 if last == -1 else last
+            return [(block + 1) % every == 0 and first <= block <= last for block in blocks]
+    return [True] * shape.layers
+
+
+def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
+    """The fields of ``config`` that should say which blocks are of which kind, and do not."""
+    layers = _known(config, "num_hidden_layers")
+
+    def listed(name: str, words: tuple[str, ...]) -> bool:
+        given = config.get(name)
+        is_list = isinstance(given, list | tuple) and len(given) == layers
+        return given is None or (is_list and all(each in words for each in given))
+
+    def number(name: str, least: int) -> bool:
+        given = config.get(name, least)
+        return isinstance(given, int) and not isinstance(given, bool) and given >= least
+
+    known = {}
+    if family.delta:
+        known["layer_types"] = listed("layer_types", (_LINEAR, _FULL))
+        known["full_attention_interval"] = number("full_attention_interval", 1)
+    if family.dense == "first":
+        known["mlp_layer_types"] = listed("mlp_layer_types", ("dense", "sparse"))
+        known["first_k_dense_replace"] = number("first_k_dense_replace", 0)
+        known["moe_layer_freq"] = config.get("moe_layer_freq", 1) == 1
+    if family.dense == "listed":
+        given = config.get("mlp_only_layers")
+        known["mlp_only_layers"] = given is None or isinstance(given, list | tuple)
+        known["decoder_sparse_step"] = number("decoder_sparse_step", 1)
+    if family.dense == "between":
+        known |= {name: number(name, least) for name, least in zip(_INTERVAL, (0, -1, 1), strict=True)}
+    if (family.delta or family.dense) and layers > _MOST_LAYERS:
+        known["num_hidden_layers"] = False
+    return [name for name, is_known in known.items() if not is_known]
 
 
 def uncounted(config: Mapping[str, Any]) -> str:
     """Why ``shape_of`` has none for ``config``, as a relative clause on the model; empty where it has one."""
-    if shape_of(config) is not None:
-        return ""
     config = of_text(config)
     kind = config.get("model_type")
     family = FAMILIES.get(str(kind))
@@ -314,14 +473,21 @@ def uncounted(config: Mapping[str, Any]) -> str:
         return f"of whose type {kind!r} there is no formula" if kind else "whose config.json names no model_type"
     if wrong := wrong_sizes(config):
         return f"whose config.json has no size in {', '.join(wrong)}"
-    if config.get("mlp_bias"):
-        return "whose MLPs have biases (mlp_bias), as those of no formula"
-    if family.mixture and (differing := _dense_blocks(config)):
-        fields = (f"{name}: {str(value)[:_SHOWN]}" for name, value in differing.items())
-        return f"whose blocks differ ({', '.join(fields)})"
-    names = (*_SIZES, family.expert_size, *((_CHOSEN,) if family.mixture else ()))
-    lacking = [name for name in names if name not in _OPTIONAL and _size(config, name) is None]
-    return f"whose config.json lacks {', '.join(lacking) or 'num_experts'}"
+    for name in ("mlp_bias", "use_bias"):
+        if config.get(name):
+            return f"whose MLPs have biases ({name}), as those of no formula"
+    if family.latent and config.get("attention_bias"):
+        return "whose latent attention has biases (attention_bias), as that of no formula"
+    lacking = [name for name in _sizes_of(family) if name not in _OPTIONAL and _size(config, name) is None]
+    if family.mixture:
+        lacking += [names[0] for names in (_EXPERTS, _CHOSEN) if _any_size(config, names) is None]
+        lacking += [family.shared_field] if family.shared and _size(config, family.shared_field) is None else []
+    if lacking:
+        return f"whose config.json lacks {', '.join(lacking)}"
+    if unclear := _unclear_blocks(config, family):
+        fields = (f"{name}: {str(config.get(name))[:_SHOWN]}" for name in unclear)
+        return f"whose blocks differ in a way that no formula counts ({', '.join(fields)})"
+    return ""
 
 
 def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -330,12 +496,11 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return {}
-    names = (*_SIZES, family.expert_size, *(_OF_EXPERTS if family.mixture else ()))
+    names = (*_sizes_of(family), *((*_EXPERTS, *_CHOSEN) if family.mixture else ()))
     wrong = {name: config[name] for name in names if config.get(name) is not None and _size(config, name) is None}
-    experts = _size(config, "num_experts") or _size(config, "num_local_experts")
-    chosen = _size(config, _CHOSEN)
+    experts, chosen = _any_size(config, _EXPERTS), _any_size(config, _CHOSEN)
     if family.mixture and experts and chosen and chosen > experts:
-        wrong[_CHOSEN] = chosen
+        wrong[next(name for name in _CHOSEN if _size(config, name))] = chosen
     return wrong
 
 
@@ -348,19 +513,48 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(text, Mapping):
         tied = config.get("tie_word_embeddings")
         config = {**text, **({} if tied is None else {"tie_word_embeddings": tied})}
+    elif _is_whole(config):
+        config = {**config, "model_type": _FLAT[str(config["model_type"])]}
     family = FAMILIES.get(str(config.get("model_type")))
     return config if family is None or not family.unsaid else {**dict(family.unsaid), **config}
 
 
-def _dense_blocks(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields by which some blocks of a mixture of experts have one MLP: blocks are not equal then."""
-    listed, every = config.get("mlp_only_layers"), config.get("decoder_sparse_step", 1)
-    return ({"mlp_only_layers": listed} if listed else {}) | ({"decoder_sparse_step": every} if every != 1 else {})
+def _is_whole(config: Mapping[str, Any]) -> bool:
+    """Whether ``config`` describes a model of several parts, of which one is of text."""
+    return isinstance(config.get("text_config"), Mapping) or str(config.get("model_type")) in _FLAT
+
+
+def _sizes_of(family: Family) -> tuple[str, ...]:
+    """The fields by which a model of ``family`` is counted, but those of experts."""
+    dense = ("intermediate_size",) if family.dense else ()
+    latent, delta = _OF_LATENT if family.latent else (), _OF_DELTA if family.delta else ()
+    return tuple(dict.fromkeys((*_SIZES, family.expert_size, *dense, *latent, *delta)))
+
+
+def _shared(config: Mapping[str, Any], family: Family) -> int:
+    """Width of the MLP that all tokens go to beside the experts."""
+    if not family.shared:
+        return 0
+    given = _known(config, family.shared_field)
+    return given if family.shared_field.endswith("_size") else given * _known(config, family.expert_size)
 
 
 def _is_in_mxfp4(config: Mapping[str, Any]) -> bool:
     given = config.get("quantization_config")
     return isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
+
+
+def _any_size(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The first of ``names`` that ``config`` says."""
+    return next((size for name in names if (size := _size(config, name)) is not None), None)
+
+
+def _known(config: Mapping[str, Any], name: str) -> int:
+    """``_size`` where there is one: ``KeyError`` where there is none."""
+    size = _size(config, name)
+    if size is None:
+        raise KeyError(name)
+    return size
 
 
 def _size(config: Mapping[str, Any], name: str) -> int | None:

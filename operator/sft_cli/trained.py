@@ -75,7 +75,7 @@ def _by_shape(shape: ModelShape, spec: SFTJobSpec) -> Trained | None:
     if not sizes.trained or (spec.lora and not any(adapted)):
         return None
     by = "the sizes that memory is counted by"
-    layers = sum(len(names.keys() & shape.linear.keys()) for names in adapted)
+    layers = sum(len(names.keys() - shape.of_experts.keys()) for names in adapted)
     experts = sum(not names.keys().isdisjoint(shape.of_experts) for names in adapted)
     return Trained(sizes.trained, sizes.parameters - sizes.trained, layers, experts, by)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sft_api.known_models import known_configs
-from sft_api.memory import estimate, sizes_of
+from sft_api.memory import MemoryEstimate, estimate, sizes_of
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer import eight_bits, loss, rounded_adamw
@@ -27,6 +27,7 @@ from sft_trainer.models import packed_rows
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.tracking import LiveBytes, count_attention
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
@@ -408,5 +409,52 @@ def test_blocks_that_differ_are_all_reckoned_as_they_are(case: str, most_held: A
     reckoned = estimate_blueprint(config, CausalLM(model_of(known)), trainable_of(config))
 
     assert reckoned.allocated == pytest.approx(most_held(config, known), rel=0.1), reckoned
-    # Who reads no more than the config says so
-    assert shape_of(known) is None
+    # Who reads no more than the config says the same
+    assert by_formula(config, known).total == pytest.approx(reckoned.total, rel=0.02)
+
+
+def by_formula(config: TrainerConfig, known: Mapping[str, Any]) -> MemoryEstimate:
+    shape = shape_of(known)
+    assert shape is not None
+    return estimate(shape, config.spec, config.plan)
+
+
+# Of Qwen3-Next 80B, of whose layers every fourth has attention
+DELTA = {
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 151936,
+}
+SEEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "layers of linear attention": (DELTA, 8192, {}),
+    "with many tokens": (DELTA, 65536, {"training": {"activationCheckpointing": "selective"}}),
+    "with adapters": (DELTA, 8192, {"lora": {"rank": 16}}),
+}
+
+
+@pytest.mark.parametrize("case", SEEN)
+def test_what_the_trainer_sees_of_layers_of_linear_attention_the_formula_says(case: str) -> None:
+    known, tokens, spec = SEEN[case]
+    config = planned(tokens, 64, 64, spec)
+    huggingface = model_of(known)
+    keep_documents_apart(huggingface)
+    if config.spec.lora:
+        add_adapters(huggingface, config.spec.lora)
+
+    seen = estimate_blueprint(config, CausalLM(huggingface), trainable_of(config))
+
+    assert by_formula(config, known).total == pytest.approx(seen.total, rel=0.05)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.families import FAMILIES
 from sft_api.known_models import known_configs, known_shape
 from sft_api.layers import adapted_of
 from sft_api.memory import (
@@ -19,7 +20,7 @@ from sft_api.memory import (
     sizes_of,
     staging_bytes,
 )
-from sft_api.model_shape import FAMILIES, ModelShape, shape_of, uncounted
+from sft_api.model_shape import ModelShape, shape_of, uncounted
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
 
@@ -184,6 +185,13 @@ def test_of_a_model_of_images_and_texts_the_text_part_is_counted() -> None:
     small = known_configs()["mistralai/Mistral-Small-3.1-24B-Instruct-2503"]
     mistral = {"model_type": "mistral3", "text_config": {**small, "tie_word_embeddings": True}}
     assert shape_of({**mistral, "tie_word_embeddings": False}) == shape_of(small)
+    # What older files say of the text part among the fields of the whole
+    small_text = {**known_configs()["Qwen/Qwen2.5-3B"], "model_type": "qwen2_5_vl_text"}
+    nested = shape_of({"model_type": "qwen2_5_vl", "text_config": small_text})
+    assert shape_of({**small_text, "model_type": "qwen2_5_vl", "vision_config": {}}) == nested
+    assert nested is not None
+    assert nested.is_part
+    assert nested == shape("hf://Qwen/Qwen2.5-3B")
     other = {"model_type": "other", "text_config": {"model_type": "other_text"}}
     assert uncounted(other) == "of whose type 'other_text' there is no formula"
 
@@ -210,16 +218,63 @@ def test_what_no_formula_counts_has_no_shape(change: dict[str, Any], why: str) -
     assert "mamba" not in FAMILIES
 
 
-@pytest.mark.parametrize("change", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
-def test_nor_has_a_model_whose_blocks_differ(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("change", "sparse"),
+    [
+        ({}, 48),
+        ({"mlp_only_layers": [], "decoder_sparse_step": 1}, 48),
+        ({"mlp_only_layers": [0, 3]}, 46),
+        ({"decoder_sparse_step": 2}, 24),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, 23),
+        ({"decoder_sparse_step": 100}, 0),
+    ],
+)
+def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], sparse: int) -> None:
     known = dict(known_configs()["Qwen/Qwen3-30B-A3B"])
-    assert shape_of({**known, "mlp_only_layers": [], "decoder_sparse_step": 1}) == shape_of(known)
+    usual, found = shape_of(known), shape_of({**known, **change})
+    assert usual is not None
+    assert found is not None
 
-    assert shape_of({**known, **change}) is None
-    ((name, value),) = change.items()
-    assert uncounted({**known, **change}) == f"whose blocks differ ({name}: {value})"
-    assert uncounted({**known, "num_experts": None}) == "whose config.json lacks num_experts"
-    assert "glm4_moe" not in FAMILIES
+    # By hand: attention, two norms and those of queries and keys, and three matrices, or as many for each expert
+    attention = 2048 * (4096 + 2 * 512) + 4096 * 2048 + 2 * 2048 + 2 * 128
+    dense, experts = 3 * 2048 * 6144, 128 * 3 * 2048 * 768 + 128 * 2048
+    assert sum(block.experts > 0 for block in found.blocks) == sparse
+    assert found.parameters == 48 * attention + sparse * experts + (48 - sparse) * dense + usual.root_parameters
+    idle = sparse * 120 * 3 * 2048 * 768
+    assert found.active_parameters == found.parameters - idle
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "why"),
+    [
+        ("qwen3_moe", {"num_experts": None}, "lacks num_experts"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: 3"),
+        ("qwen3_moe", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers: 2147483647"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),
+        ("deepseek_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: ['dense']"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "first_k_dense_replace: None"),
+        ("deepseek_v3", {"n_shared_experts": None}, "lacks n_shared_experts"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "lacks kv_lora_rank"),
+        ("deepseek_v3", {"attention_bias": True}, "latent attention has biases (attention_bias)"),
+        ("qwen3_next", {"layer_types": ["mamba"] * 4}, "layer_types: ['mamba', 'mamba', 'mamba', 'mamba']"),
+        ("qwen3_next", {"linear_key_head_dim": 0}, "no size in linear_key_head_dim"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval: 0"),
+        ("ernie4_5_moe", {"use_bias": True}, "MLPs have biases (use_bias)"),
+    ],
+)
+def test_what_says_its_blocks_in_no_known_way_has_no_shape(model: str, change: dict[str, Any], why: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 96}
+    shared = {"n_shared_experts": 1, "moe_num_shared_experts": 1, "shared_expert_intermediate_size": 32}
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 2)
+    delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    config = {"model_type": model, **sizes, **experts, **shared, **latent, **delta}
+    assert shape_of(config) is not None
+
+    assert shape_of({**config, **change}) is None
+    assert why in uncounted({**config, **change})
 
 
 def test_of_blocks_that_differ_each_kind_is_counted() -> None:

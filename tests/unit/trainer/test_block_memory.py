@@ -10,12 +10,12 @@ import torch
 
 from sft_api.layers import adapted_of, some_parameters
 from sft_api.memory import NOTHING, BlockMemory, block_memory
-from sft_api.model_shape import shape_of
+from sft_api.model_shape import ModelShape, shape_of
 from sft_trainer.models import quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.experts import kernel_options
+from sft_trainer.models.experts import keep_corrections, kernel_options
 from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_blocks
@@ -32,6 +32,36 @@ SIZES = {
     "num_key_value_heads": 4,
 }
 EXPERTS = {"num_experts": 32, "num_local_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+_ROUTED = {"n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
+_SHARED = {**EXPERTS, "shared_expert_intermediate_size": 320}
+_LATENT = {"q_lora_rank": 384, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64}
+_LATENT_HEADS = {**_LATENT, "head_dim": 32, "num_key_value_heads": 16, "n_group": 4, "topk_group": 2}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+    "head_dim": 128,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("cwm", "ernie4_5", "exaone4", "gemma", "granite", "hunyuan_v1_dense", "internlm3")},
+    **{kind: {} for kind in ("ministral", "ministral3", "olmo3")},
+    "minimax_m2": {**EXPERTS, "intermediate_size": 256},
+    "qwen2_moe": {**_SHARED, "mlp_only_layers": [0]},
+    "qwen3_moe": {**EXPERTS, "intermediate_size": 2816, "decoder_sparse_step": 2},
+    "glm4_moe": {**_ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "dots1": {**_ROUTED, "n_shared_experts": 2},
+    "exaone_moe": {**EXPERTS, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {"moe_num_experts": 32, "moe_k": 4, "moe_intermediate_size": 256},
+    "deepseek_v2": {**_ROUTED, **_LATENT_HEADS, "q_lora_rank": None},
+    "deepseek_v3": {**_ROUTED, **_LATENT_HEADS},
+    "glm4_moe_lite": {**_ROUTED, **_LATENT_HEADS, "v_head_dim": 96},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_SHARED},
+    "qwen3_next": {**_DELTA, **_SHARED, "mlp_only_layers": [0]},
+}
+"""Other types with a formula; of many the first block differs from the second."""
 OF_EXPERTS = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma3_text", *OF_EXPERTS]
 
@@ -48,9 +78,10 @@ def model_of(kind: str, **options: Any) -> CausalLM:
     given = {**SIZES, **head, **mixture, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **options}
     config = AutoConfig.for_model(kind, **given)
     with torch.device("meta"):
-        return CausalLM(
-            AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
-        )
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+    keep_documents_apart(made)
+    keep_corrections(made)
+    return CausalLM(made)
 
 
 def one_kind(*arguments: Any) -> BlockMemory:
@@ -98,7 +129,11 @@ WITH_BIASES = ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe")
 )
 def test_modules_and_their_parameters_are_those_of_transformers(kind: str, biased: bool) -> None:
     # Given a model, also with biases where its config can say so
-    huggingface: Any = model_of(kind, **({"attention_bias": True} if biased else {})).huggingface
+    check_modules(model_of(kind, **({"attention_bias": True} if biased else {})).huggingface)
+
+
+def check_modules(huggingface: Any) -> ModelShape:
+    """The shape of a model, whose modules and parameters are those that the model has."""
     shape = shape_of(huggingface.config.to_dict())
     assert shape is not None
 
@@ -107,11 +142,52 @@ def test_modules_and_their_parameters_are_those_of_transformers(kind: str, biase
         for name, module in huggingface.named_modules()
     }
 
-    inside = {f"model.layers.{block}.{name}": n for block in range(shape.layers) for name, n in shape.modules.items()}
+    blocks = enumerate(shape.blocks)
+    inside = {f"model.layers.{number}.{name}": n for number, block in blocks for name, n in block.modules.items()}
     assert {name: number for name, number in own.items() if number and ".layers." in name} == inside
     ours = [name.rpartition(".")[0] for name, _ in huggingface.named_parameters()]
     told = [parameter.removesuffix(".weight") for parameter in some_parameters(shape)]
-    assert {*told} == {name for name in ours if ".layers." not in name or ".layers.0." in name}
+    firsts = tuple(f".layers.{shape.order.index(kind) if shape.kinds else 0}." for kind in range(len(shape.distinct)))
+    assert {*told} == {name for name in ours if ".layers." not in name or any(first in name for first in firsts)}
+    return shape
+
+
+_OTHER_WAYS = ("qwen2_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "computed", "lora"),
+    [
+        *((kind, "none", torch.bfloat16, False) for kind in OTHERS),
+        *((kind, how, torch.bfloat16, False) for kind in _OTHER_WAYS for how in ("selective", "full")),
+        *((kind, "none", torch.float32, False) for kind in _OTHER_WAYS),
+        *((kind, "none", torch.bfloat16, True) for kind in _OTHER_WAYS),
+    ],
+)
+def test_each_kind_of_block_keeps_what_the_formula_says(kind: str, how: Any, computed: torch.dtype, lora: bool) -> None:
+    # Given a model of few layers, of which some differ
+    asked = job(training={"activationCheckpointing": how}, **({"lora": {"rank": 8}} if lora else {})).spec
+    model = model_of(kind, **OTHERS[kind])
+    shape = check_modules(model.huggingface)
+    if asked.lora:
+        add_adapters(model.huggingface, asked.lora)
+
+    # When one block of each kind is looked at
+    seen = track_blocks(
+        model,
+        computed,
+        is_adapter if lora else lambda name: True,
+        TOKENS,
+        lambda copied: checkpoint_activations(copied, how),
+    )
+
+    # Then each takes what the formula says, in their order
+    adapted = dict(zip(shape.order or (0, 0), adapted_of(shape, asked), strict=True))
+    assert seen.total() == shape.layers
+    for number, (found, block) in enumerate(zip(seen, shape.distinct, strict=True)):
+        reckoned = block_memory(block, asked, computed.itemsize, adapted[number], tokens=TOKENS)
+        assert reckoned.kept == pytest.approx(found.kept, rel=0.02)
+        assert reckoned.kept + reckoned.working == pytest.approx(found.kept + found.working, rel=0.1)
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
@@ -246,14 +322,15 @@ def test_the_model_that_is_looked_at_stays_as_it_is() -> None:
 
 
 def test_an_architecture_without_a_formula_is_seen_all_the_same() -> None:
-    granite = one_kind(model_of("granite"), torch.bfloat16, lambda name: True, TOKENS)
+    arcee = one_kind(model_of("arcee"), torch.bfloat16, lambda name: True, TOKENS)
 
-    assert shape_of({**SIZES, "model_type": "granite"}) is None
+    assert shape_of({**SIZES, "model_type": "arcee"}) is None
+    # Its MLP has no gate: of four numbers for each inner one it keeps two
     llama = one_kind(model_of("llama"), torch.bfloat16, lambda name: True, TOKENS)
-    assert granite.kept == pytest.approx(llama.kept, rel=0.02)
+    assert arcee.kept == pytest.approx(llama.kept - 2 * 2 * SIZES["intermediate_size"], rel=0.02)
 
 
-@pytest.mark.parametrize("kind", sorted({*accepted()} - {*FAMILIES, "granite"}))
+@pytest.mark.parametrize("kind", sorted({*accepted()} - {*FAMILIES, *OTHERS, "arcee"}))
 def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.model_shape import UNCOMPILED_EXPERTS
+from sft_api.families import UNCOMPILED_EXPERTS
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
 from sft_trainer.errors import DISK_DENIED, DISK_FULL
 from sft_trainer.loss import CROSS_ENTROPY, Objective, Slopes, slopes

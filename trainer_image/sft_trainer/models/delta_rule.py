@@ -15,9 +15,12 @@ import torch
 from torch import library
 from torch.nn.functional import pad
 
-_CHUNK = 64
+from sft_api.memory import RULE_AT_ONCE, RULE_CHUNK, rule_bytes
+from sft_api.model_shape import GatedDelta
+
+_CHUNK = RULE_CHUNK
 """Tokens of one, as transformers and flash-linear-attention have it."""
-_AT_ONCE = 2**17
+_AT_ONCE = RULE_AT_ONCE
 """Tokens times heads of values that are computed at a time, where one head of keys has no more."""
 _EPSILON = 1e-6
 """Of the norm of queries and keys, as transformers and flash-linear-attention have it."""
@@ -331,14 +334,9 @@ def _rule_backward(
 
 def working_bytes(key: torch.Tensor, value: torch.Tensor) -> int:
     """What the backward pass of the rule holds at the most besides tensors of the sizes of what came in."""
-    heads: int = next(_some_heads(key, value))[1].stop
-    k, v, filled = key.shape[-1], value.shape[-1], -(-key.shape[1] // _CHUNK) * _CHUNK
-    # For each token: what is as wide as keys or values, as a chunk, and its part of what each chunk has one of.
-    of_values = 11 * k + 8 * v + 8 * _CHUNK + (3 * k * v + k * k) // _CHUNK
-    # And, whatever the heads, which tokens are of one document.
-    numbers = heads * of_values + 6 * _CHUNK
+    delta = GatedDelta(key.shape[2], value.shape[2], key.shape[3], value.shape[3], kernel=0)
     size: int = exact(key.dtype).itemsize
-    return filled * numbers * size
+    return rule_bytes(delta, key.shape[1], _AT_ONCE) * size // torch.float32.itemsize
 
 
 rule_operator = library.custom_op("sft::gated_delta_rule", _rule, mutates_args=())

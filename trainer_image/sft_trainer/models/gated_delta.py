@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import library
 
+from sft_api.memory import CONVOLUTION_COPIES
 from sft_api.sequence_parallel import LINEAR_ATTENTION
 from sft_trainer.errors import ModelError
 from sft_trainer.versions import activated, compute_with
 
 from .delta_rule import documents_of, exact, rule_operator, working_bytes
-
-_EXACT_COPIES = 4
-"""Of what comes into the convolution, which its backward pass holds at the most."""
 
 
 def has_gated_delta_nets(config: Any) -> bool:
@@ -65,7 +63,7 @@ def _convolved(
     _check(bias is None and shared_tokens is None, "a bias of its convolution, or shared tokens")
     output = convolution_operator(hidden_states.transpose(1, 2), weight, cu_seq_lens_q)
     if holding is not None:
-        output = holding(output, _EXACT_COPIES * output.numel() * exact(output.dtype).itemsize)
+        output = holding(output, CONVOLUTION_COPIES * output.numel() * exact(output.dtype).itemsize)
     # In the layout of rows of tokens, in which it came.
     output = activated(output, activation).to(hidden_states.dtype)
     return output.transpose(1, 2)

@@ -1,0 +1,190 @@
+"""What the decoders of one type have in common: the families that memory and parameters are counted of by formula."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+UNCOMPILED_EXPERTS = "has experts with biases, whose layers cannot be compiled"
+"""Of models whose family is ``biased``."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the decoders of one ``model_type`` have in common, and differ in from those of another."""
+
+    attention_bias: bool = False
+    """Of the projections to queries, keys and values, where the config does not say."""
+    bias_field: str = "attention_bias"
+    """Where it says so; empty where none of its fields does."""
+    output_bias_field: str = "attention_bias"
+    """Where it says so of the projection after attention; empty where that has none."""
+    query_key_norm: Literal["", "head", "whole"] = ""
+    """A norm of queries and keys: over each head, or over all of them."""
+    query_key_norm_field: str = ""
+    """Where the config says whether there is one; empty where there always is."""
+    query_key_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Their names."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the norms of a block stand: before attention and MLP, after them, or both."""
+    norms_in_fp32: bool = False
+    """Whether the weight of a norm is multiplied in fp32, before the result is rounded."""
+    fused: bool = False
+    """Whether queries, keys and values are one projection, and gate and up another."""
+    gated: bool = False
+    """Whether what attention gives is multiplied by a gate, which is projected together with queries."""
+    latent: bool = False
+    """Whether queries and keys come from narrow ones (DeepSeek-AI 2024, arXiv 2405.04434)."""
+    delta: Literal["", "apart", "together"] = ""
+    """Whether some blocks have a gated delta net for attention, and its projections are apart, or two together."""
+    tied: bool = False
+    """Whether embedding and head are one, where the config does not say."""
+    scaled: bool = False
+    """Whether logits are multiplied by a number that the config says (``logits_scaling``)."""
+    head_size: int | None = None
+    """Where the config does not say; hidden size / heads when None."""
+    mixture: bool = False
+    """Whether a block has experts in place of one MLP."""
+    dense: Literal["", "first", "listed", "between"] = ""
+    """How the config says that some blocks have one MLP all the same: the first ones, by lists, or by an interval."""
+    expert_size: Literal["intermediate_size", "moe_intermediate_size"] = "intermediate_size"
+    """Where it says how wide the MLP of each is."""
+    shared: str = ""
+    """The module of an expert that all tokens go to, beside the others; empty where there is none."""
+    shared_field: str = ""
+    """Where the config says how wide it is, or how many times as wide as another one."""
+    shared_gate: str = ""
+    """The linear layer whose one output it is weighed by; empty where there is none."""
+    weighed_in_fp32: bool = False
+    """Whether the outputs of experts are multiplied by what the router gives in fp32."""
+    routed_in_fp32: bool = False
+    """Whether a router computes its logits in fp32."""
+    biased: bool = False
+    """Whether experts and routers have biases, and attention where the config does not say otherwise."""
+    sinks: bool = False
+    """Whether attention has a number for each head besides."""
+    unsaid: tuple[tuple[str, int], ...] = ()
+    """Sizes of a config that does not say them, where every other one of the type's does."""
+
+    @property
+    def alike_as_compiled(self) -> bool:
+        """Whether what its compiled blocks keep follows from products of matrices and norms alone."""
+        return not (self.mixture or self.gated or self.latent or self.delta)
+
+
+_LLAMA = Family()
+_NEVER_BIASED = Family(bias_field="", output_bias_field="")
+_QWEN2 = Family(attention_bias=True, bias_field="", output_bias_field="")
+_QWEN3 = Family(query_key_norm="head", head_size=128)
+_OLMO2 = Family(query_key_norm="whole", norms="after", norms_in_fp32=True)
+_ROUTED: dict[str, Any] = {
+    "mixture": True,
+    "dense": "first",
+    "expert_size": "moe_intermediate_size",
+    "shared": "shared_experts",
+    "shared_field": "n_shared_experts",
+    "weighed_in_fp32": True,
+    "routed_in_fp32": True,
+}
+"""As DeepSeek's routers and experts are, which others took over."""
+_WIDE_SHARED: dict[str, Any] = {"shared": "shared_expert", "shared_field": "shared_expert_intermediate_size"}
+_GATED_DELTA_NETS = Family(query_key_norm="head", norms_in_fp32=True, gated=True, delta="apart", head_size=256)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,
+    "internlm3": _LLAMA,
+    "mistral": _NEVER_BIASED,
+    "ministral": _NEVER_BIASED,
+    "ministral3": Family(bias_field="", output_bias_field="", head_size=128),
+    "cwm": Family(bias_field="", output_bias_field="", head_size=128),
+    "granite": Family(scaled=True),
+    "ernie4_5": Family(bias_field="", output_bias_field="", tied=True, head_size=128),
+    "qwen2": _QWEN2,
+    "qwen2_vl_text": _QWEN2,
+    "qwen2_5_vl_text": _QWEN2,
+    "gpt_oss": Family(attention_bias=True, norms_in_fp32=True, head_size=64, mixture=True, biased=True, sinks=True),
+    "mixtral": Family(bias_field="", output_bias_field="", mixture=True, weighed_in_fp32=True),
+    "olmoe": Family(query_key_norm="whole", mixture=True),
+    "minimax_m2": Family(
+        bias_field="",
+        output_bias_field="",
+        query_key_norm="whole",
+        head_size=128,
+        mixture=True,
+        weighed_in_fp32=True,
+    ),
+    "qwen3": _QWEN3,
+    "qwen3_vl_text": _QWEN3,
+    "hunyuan_v1_dense": Family(query_key_norm="head", query_key_norms=("query_layernorm", "key_layernorm")),
+    "exaone4": Family(bias_field="", output_bias_field="", query_key_norm="head", norms="after"),
+    "qwen3_moe": Family(query_key_norm="head", mixture=True, dense="listed", expert_size="moe_intermediate_size"),
+    "qwen2_moe": Family(
+        attention_bias=True,
+        bias_field="qkv_bias",
+        output_bias_field="",
+        mixture=True,
+        dense="listed",
+        expert_size="moe_intermediate_size",
+        shared_gate="shared_expert_gate",
+        **_WIDE_SHARED,
+    ),
+    "qwen3_next": replace(
+        _GATED_DELTA_NETS,
+        delta="together",
+        mixture=True,
+        dense="listed",
+        expert_size="moe_intermediate_size",
+        shared_gate="shared_expert_gate",
+        **_WIDE_SHARED,
+    ),
+    "qwen3_5_text": _GATED_DELTA_NETS,
+    "qwen3_5_moe_text": replace(
+        _GATED_DELTA_NETS,
+        mixture=True,
+        expert_size="moe_intermediate_size",
+        shared_gate="shared_expert_gate",
+        **_WIDE_SHARED,
+    ),
+    "glm4_moe": Family(
+        output_bias_field="",
+        query_key_norm="head",
+        query_key_norm_field="use_qk_norm",
+        unsaid=(("first_k_dense_replace", 1),),
+        **_ROUTED,
+    ),
+    "dots1": Family(query_key_norm="head", unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
+    "deepseek_v2": Family(latent=True, unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
+    "deepseek_v3": Family(latent=True, unsaid=(("first_k_dense_replace", 3),), **_ROUTED),
+    "glm4_moe_lite": Family(latent=True, unsaid=(("first_k_dense_replace", 1),), **_ROUTED),
+    "exaone_moe": Family(
+        bias_field="",
+        output_bias_field="",
+        query_key_norm="head",
+        unsaid=(("first_k_dense_replace", 1),),
+        **{**_ROUTED, "shared_field": "num_shared_experts"},
+    ),
+    "ernie4_5_moe": Family(
+        bias_field="",
+        output_bias_field="",
+        tied=True,
+        mixture=True,
+        dense="between",
+        expert_size="moe_intermediate_size",
+        shared="shared_experts",
+        shared_field="moe_num_shared_experts",
+        routed_in_fp32=True,
+    ),
+    "phi3": Family(bias_field="", output_bias_field="", fused=True),
+    "smollm3": Family(tied=True),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
+    "gemma": Family(norms_in_fp32=True, tied=True, head_size=256),
+    "gemma3_text": Family(
+        query_key_norm="head",
+        norms="both",
+        norms_in_fp32=True,
+        tied=True,
+        head_size=256,
+        unsaid=(("num_attention_heads", 8), ("num_key_value_heads", 4), ("vocab_size", 262208)),
+    ),
+}
+"""The architectures that are counted by a formula; the trainer counts any other one as it is."""
