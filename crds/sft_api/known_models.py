@@ -57,10 +57,13 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (("qwen2", 896, 24, 14, 2, 64, 4864, 151936, True), "Qwen/Qwen2.5-0.5B Qwen/Qwen2.5-0.5B-Instruct"),
     (("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, True), "Qwen/Qwen2.5-1.5B Qwen/Qwen2.5-1.5B-Instruct"),
     (("qwen2", 1536, 28, 12, 2, 128, 8960, 151936, False), "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
-    (("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True), "Qwen/Qwen2.5-3B Qwen/Qwen2.5-3B-Instruct"),
+    (
+        ("qwen2", 2048, 36, 16, 2, 128, 11008, 151936, True),
+        "Qwen/Qwen2.5-3B Qwen/Qwen2.5-3B-Instruct Qwen/Qwen2.5-VL-3B-Instruct",
+    ),
     (
         ("qwen2", 3584, 28, 28, 4, 128, 18944, 152064, False),
-        "Qwen/Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+        "Qwen/Qwen2.5-7B Qwen/Qwen2.5-7B-Instruct deepseek-ai/DeepSeek-R1-Distill-Qwen-7B Qwen/Qwen2.5-VL-7B-Instruct",
     ),
     (
         ("qwen2", 5120, 48, 40, 8, 128, 13824, 152064, False),
@@ -68,18 +71,29 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     ),
     (
         ("qwen2", 5120, 64, 40, 8, 128, 27648, 152064, False),
-        "Qwen/Qwen2.5-32B Qwen/Qwen2.5-32B-Instruct Qwen/QwQ-32B deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+        "Qwen/Qwen2.5-32B Qwen/Qwen2.5-32B-Instruct Qwen/QwQ-32B deepseek-ai/DeepSeek-R1-Distill-Qwen-32B "
+        "Qwen/Qwen2.5-VL-32B-Instruct",
     ),
     (("qwen2", 8192, 80, 64, 8, 128, 29568, 152064, False), "Qwen/Qwen2.5-72B Qwen/Qwen2.5-72B-Instruct"),
     (("qwen3", 1024, 28, 16, 8, 128, 3072, 151936, True), "Qwen/Qwen3-0.6B Qwen/Qwen3-0.6B-Base"),
-    (("qwen3", 2048, 28, 16, 8, 128, 6144, 151936, True), "Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base"),
+    (
+        ("qwen3", 2048, 28, 16, 8, 128, 6144, 151936, True),
+        "Qwen/Qwen3-1.7B Qwen/Qwen3-1.7B-Base Qwen/Qwen3-VL-2B-Instruct Qwen/Qwen3-VL-2B-Thinking",
+    ),
     (
         ("qwen3", 2560, 36, 32, 8, 128, 9728, 151936, True),
-        "Qwen/Qwen3-4B Qwen/Qwen3-4B-Base Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507",
+        "Qwen/Qwen3-4B Qwen/Qwen3-4B-Base Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 "
+        "Qwen/Qwen3-VL-4B-Instruct Qwen/Qwen3-VL-4B-Thinking",
     ),
-    (("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False), "Qwen/Qwen3-8B Qwen/Qwen3-8B-Base"),
+    (
+        ("qwen3", 4096, 36, 32, 8, 128, 12288, 151936, False),
+        "Qwen/Qwen3-8B Qwen/Qwen3-8B-Base Qwen/Qwen3-VL-8B-Instruct Qwen/Qwen3-VL-8B-Thinking",
+    ),
     (("qwen3", 5120, 40, 40, 8, 128, 17408, 151936, False), "Qwen/Qwen3-14B Qwen/Qwen3-14B-Base"),
-    (("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False), "Qwen/Qwen3-32B"),
+    (
+        ("qwen3", 5120, 64, 64, 8, 128, 25600, 151936, False),
+        "Qwen/Qwen3-32B Qwen/Qwen3-VL-32B-Instruct Qwen/Qwen3-VL-32B-Thinking",
+    ),
     (
         ("mistral", 4096, 32, 32, 8, 128, 14336, 32000, False),
         "mistralai/Mistral-7B-v0.1 mistralai/Mistral-7B-Instruct-v0.1 mistralai/Mistral-7B-Instruct-v0.2 "
@@ -122,8 +136,17 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
     (("gemma3_text", 3840, 48, 16, 8, 256, 15360, 262208, True), "google/gemma-3-12b-pt google/gemma-3-12b-it"),
     (("gemma3_text", 5376, 62, 32, 16, 128, 21504, 262208, True), "google/gemma-3-27b-pt google/gemma-3-27b-it"),
 )
+_DELTA = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+_ROUTED = {"num_experts_per_tok": 8, "n_shared_experts": 1, "attention_bias": True}
 _IN_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
-_OF_EXPERTS: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
+_FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
     (
         {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         ("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False),
@@ -156,12 +179,59 @@ _OF_EXPERTS: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
         ("gpt_oss", 2880, 36, 64, 8, 64, 2880, 201088, False),
         "openai/gpt-oss-120b",
     ),
+    (
+        {**_DELTA, "linear_num_value_heads": 16},
+        ("qwen3_5_text", 1024, 24, 8, 2, 256, 3584, 248320, True),
+        "Qwen/Qwen3.5-0.8B Qwen/Qwen3.5-0.8B-Base",
+    ),
+    (
+        {**_DELTA, "linear_num_value_heads": 16},
+        ("qwen3_5_text", 2048, 24, 8, 2, 256, 6144, 248320, True),
+        "Qwen/Qwen3.5-2B Qwen/Qwen3.5-2B-Base",
+    ),
+    (_DELTA, ("qwen3_5_text", 2560, 32, 16, 4, 256, 9216, 248320, True), "Qwen/Qwen3.5-4B Qwen/Qwen3.5-4B-Base"),
+    (_DELTA, ("qwen3_5_text", 4096, 32, 16, 4, 256, 12288, 248320, False), "Qwen/Qwen3.5-9B Qwen/Qwen3.5-9B-Base"),
+    (
+        {**_DELTA, "linear_num_value_heads": 48},
+        ("qwen3_5_text", 5120, 64, 24, 4, 256, 17408, 248320, False),
+        "Qwen/Qwen3.5-27B Qwen/Qwen3.6-27B",
+    ),
+    (
+        {**_DELTA, **_SHARED, "num_experts": 256, "num_experts_per_tok": 8},
+        ("qwen3_5_moe_text", 2048, 40, 16, 2, 256, None, 248320, False),
+        "Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.5-35B-A3B-Base Qwen/Qwen3.6-35B-A3B",
+    ),
+    (
+        {**_DELTA, **_SHARED, "num_experts": 512, "num_experts_per_tok": 10},
+        ("qwen3_next", 2048, 48, 16, 2, 256, 5120, 151936, False),
+        "Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Next-80B-A3B-Thinking Qwen/Qwen3-Coder-Next",
+    ),
+    (
+        {**_ROUTED, "n_routed_experts": 128, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
+        ("glm4_moe", 4096, 46, 96, 8, 128, 10944, 151552, False),
+        "zai-org/GLM-4.5-Air zai-org/GLM-4.5-Air-Base",
+    ),
+    (
+        {
+            **_ROUTED,
+            "n_routed_experts": 160,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 3,
+            "use_qk_norm": True,
+        },
+        ("glm4_moe", 5120, 92, 96, 8, 128, 12288, 151552, False),
+        "zai-org/GLM-4.5 zai-org/GLM-4.7",
+    ),
 )
-"""What their configs say of experts, and the rest."""
+"""What their configs say besides, and the rest."""
 _OF_SEVERAL_PARTS = {
     *("mistralai/Mistral-Small-3.1-24B-Base-2503", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),
     "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
     *(f"google/gemma-3-{size}-{kind}" for size in ("4b", "12b", "27b") for kind in ("pt", "it")),
+    *(f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")),
+    *(f"Qwen/Qwen3-VL-{size}-{kind}" for size in ("2B", "4B", "8B", "32B") for kind in ("Instruct", "Thinking")),
+    *(f"Qwen/Qwen3.5-{size}{kind}" for size in ("0.8B", "2B", "4B", "9B", "35B-A3B") for kind in ("", "-Base")),
+    *("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"),
 }
 """Those of which a row is the text part."""
 _POSITIONS = {
@@ -186,9 +256,11 @@ _POSITIONS = {
     "meta-llama/Llama-3.2-1B-Instruct meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct "
     "meta-llama/Llama-3.3-70B-Instruct openai/gpt-oss-20b openai/gpt-oss-120b "
     "google/gemma-3-4b-pt google/gemma-3-4b-it google/gemma-3-12b-pt google/gemma-3-12b-it google/gemma-3-27b-pt "
-    "google/gemma-3-27b-it",
+    "google/gemma-3-27b-it zai-org/GLM-4.5-Air",
     262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
-    "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct Qwen/Qwen3-VL-2B-Instruct "
+    "Qwen/Qwen3-VL-4B-Instruct Qwen/Qwen3-VL-8B-Instruct Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Coder-Next "
+    "Qwen/Qwen3.5-9B Qwen/Qwen3.5-27B Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-27B Qwen/Qwen3.6-35B-A3B",
 }
 """max_position_embeddings, which models of one shape differ in; of others it is not known here."""
 
@@ -202,10 +274,15 @@ def known_configs() -> Mapping[str, Mapping[str, Any]]:
         for name in names.split()
     }
     return {
-        name: {**dict(zip(_FIELDS, figures, strict=True)), **experts, **lengths.get(name, {})}
-        for experts, figures, names in (*rows, *_OF_EXPERTS)
+        name: {**_said(figures), **further, **lengths.get(name, {})}
+        for further, figures, names in (*rows, *_FURTHER)
         for name in names.split()
     }
+
+
+def _said(figures: tuple[Any, ...]) -> dict[str, Any]:
+    """Of a row what the config says: None is nothing."""
+    return {name: figure for name, figure in zip(_FIELDS, figures, strict=True) if figure is not None}
 
 
 @cache

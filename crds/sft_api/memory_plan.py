@@ -28,7 +28,7 @@ from .memory import (
 )
 from .memory_megatron import changes, estimate_stage, estimate_stage_states
 from .model_shape import ModelShape
-from .sequence_parallel import heads_problem, possible
+from .sequence_parallel import heads_problem, layers_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 from .v1alpha1.megatron import megatron_of
@@ -214,6 +214,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     """
     gpu = declared_gpu_memory(spec) or gpu_memory
     shape = shape or known_shape(spec.model.uri)
+    if shape and (problem := layers_problem(shape.kind, spec.sequence_parallel)):
+        return Fit(refused=problem)
     if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
     if shape and (problem := _experts_problem(spec, shape)):
@@ -490,6 +492,7 @@ def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | Non
         for degree in range(spec.sequence_parallel + 1, here + 1)
         if here % degree == plan.shard_degree % degree == 0
         and shape is not None
+        and not layers_problem(shape.kind, degree)
         and possible(shape.heads, shape.kv_heads, degree)
     ]
     fitting = (degree for degree in degrees if _takes(*_shared(spec, plan, degree), shape) <= WARNED_SHARE * gpu)

@@ -13,7 +13,7 @@ from .memory import MemoryEstimate
 from .memory_plan import WARNED_SHARE, gibibytes, memory_of, remedies
 from .model_shape import ModelShape
 from .plan import make_plan
-from .sequence_parallel import possible
+from .sequence_parallel import layers_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 from .v1alpha1.status import PlanStatus
@@ -132,7 +132,7 @@ def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
     kept = given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True) if given else {}
     here = spec.compute.effective_processes_per_node
     for degree in sorted(divisors(spec.compute.processes), key=lambda degree: (here % degree > 0, degree)):
-        if possible(shape.heads, shape.kv_heads, degree):
+        if possible(shape.heads, shape.kv_heads, degree) and not layers_problem(shape.kind, degree):
             others = {name: value for name, value in kept.items() if name != "sequenceParallelDegree"}
             shared = {"sequenceParallelDegree": degree} if degree > 1 else {}
             yield from (({"fsdp": {**others, **shared}}, how) for how in (*_LITTLE, _ALL))

@@ -73,9 +73,20 @@ PUBLISHED = {
             ("27b", 27_432_406_640, 5376),
         )
     },
+    "Qwen/Qwen3.5-0.8B": 752_393_024,
+    "Qwen/Qwen3.5-2B": 1_881_825_088,
+    "Qwen/Qwen3.5-4B": 4_659_865_088 - 333_514_240 - 120_599_552,
+    "Qwen/Qwen3.5-9B": 9_653_104_368 - 456_010_480 - 243_290_624,
+    "Qwen/Qwen3.5-27B": 27_356_728_560 - 460_730_096,
+    "Qwen/Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": 81_324_862_720 - 1_650_471_424,
+    # With a layer for one more token, that has an embedding and a head of its own, and corrections of routers
+    "zai-org/GLM-4.5-Air": 110_468_824_832 - 3_616_573_440 - 46 * 128,
+    "zai-org/GLM-4.7": 358_337_791_296 - 5_539_962_112 - 90 * 160,
 }
-"""Parameters as the hub counts them in the models' files, tied ones once, and those for images left out; of gpt-oss as
-its authors do (20.91B and 116.83B, arXiv 2508.10925), whose files have two values in a byte."""
+"""Parameters as the hub counts them in the models' files, tied ones once, and those for images and of heads for further
+tokens left out; of gpt-oss as its authors do (20.91B and 116.83B, arXiv 2508.10925), whose files have two values in a
+byte."""
 EIGHT_BILLION = "hf://meta-llama/Llama-3.1-8B"
 
 
@@ -99,6 +110,23 @@ def estimated(model: str = EIGHT_BILLION, gpus: int = 8, **spec: Any) -> MemoryE
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_figures_of_a_known_model_add_up_to_its_published_parameters(name: str) -> None:
     assert shape(f"hf://{name}").parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "vision"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976, 668_684_288),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656, 676_550_144),
+        ("Qwen/Qwen2.5-VL-32B-Instruct", 33_452_718_336, 688_841_984),
+        ("Qwen/Qwen3-VL-2B-Instruct", 2_127_532_032, 406_957_056),
+        ("Qwen/Qwen3-VL-4B-Thinking", 4_437_815_808, 415_347_712),
+        ("Qwen/Qwen3-VL-8B-Instruct", 8_767_123_696, 576_388_336),
+        ("Qwen/Qwen3-VL-32B-Instruct", 33_357_390_064, 595_266_800),
+    ],
+)
+def test_of_whole_models_what_is_left_is_the_text_part(name: str, published: int, vision: int) -> None:
+    assert shape(f"hf://{name}").parameters == published - vision
+    assert shape(f"hf://{name}").is_part
 
 
 @pytest.mark.parametrize(
