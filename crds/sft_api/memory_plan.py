@@ -117,20 +117,32 @@ def memory_status(
 
 
 def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | None, uncounted: str) -> str:
-    missing = []
+    missing, counted = [], _where_counted(spec.model.uri, uncounted)
     if memory is None:
         missing.append(
             f"the shape of {spec.model.uri}, {uncounted or 'which is not in the table of known models'}: give "
-            "model.parameters, e.g. 8B, for what follows from their number; the trainer reads the rest from its config"
+            f"model.parameters, e.g. 8B, for the least that it takes; {counted}"
         )
     elif not memory.known:
         missing.append(
             "gathered layers, activations and logits: model.parameters says nothing of the layers, so the total is "
-            "the least that is needed"
+            f"the least that is needed; {counted}"
         )
     if gpu_memory is None:
         missing.append("the size of the GPUs: give compute.gpuMemory (e.g. 80Gi)")
     return "; ".join(missing)
+
+
+def _where_counted(uri: str, uncounted: str) -> str:
+    """Who counts a model that is not known here, and what to do for it."""
+    trainer = "the trainer counts the rest, and refuses what does not fit, before it loads a weight"
+    if uncounted:
+        return f"{trainer}: try it with training.dummyRun"
+    if not uri.startswith("hf://"):
+        return trainer
+    name, _, revision = uri.removeprefix("hf://").partition("@")
+    at = f" --revision {revision}" if revision else ""
+    return f"sft plan counts the rest where its config is (hf download {name} config.json{at}); {trainer}"
 
 
 def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:

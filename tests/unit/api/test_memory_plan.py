@@ -382,6 +382,46 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("uri", "parameters", "uncounted", "words"),
+    [
+        (
+            "hf://own/model",
+            None,
+            "",
+            ["is not in the table", "model.parameters, e.g. 8B", "hf download own/model config.json)"],
+        ),
+        ("hf://own/model@v2", "8B", "", ["the least", "(hf download own/model config.json --revision v2)"]),
+        ("hf://own/model", None, "of whose type 'arcee' there is no formula", ["'arcee'", "training.dummyRun"]),
+        ("s3://own/model", None, "", ["is not in the table", "the trainer counts the rest"]),
+    ],
+)
+def test_of_a_model_that_is_not_known_it_is_said_who_counts_it(
+    uri: str, parameters: str | None, uncounted: str, words: list[str]
+) -> None:
+    asked = spec(model={"uri": uri, **({"parameters": parameters} if parameters else {})})
+    memory = make_plan(asked, uncounted=uncounted).memory
+
+    assert memory is not None
+    for word in words:
+        assert word in memory.unknown
+    assert ("hf download" in memory.unknown) == any("hf download" in word for word in words)
+
+
+def test_layers_of_linear_attention_are_not_shared_out() -> None:
+    model = {"uri": "hf://Qwen/Qwen3.5-9B"}
+    shared = {"fsdp": {"sequenceParallelDegree": 2}}
+    asked = spec(gpus=2, model=model, strategy=shared)
+    plan = make_plan(asked)
+
+    # By the table alone, in the words of the trainer
+    assert "layers of linear attention" in judge(asked, plan).refused
+    crowded = spec(gpus=8, model=model, length=131072)
+    told = remedies(crowded, make_plan(crowded), known_shape(model["uri"]), 80 * GIB)
+    assert "activationCheckpointing" in told
+    assert "sequenceParallelDegree" not in told
+
+
 def test_a_config_of_any_number_of_layers_is_looked_at_soon() -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2**31 - 1, "num_attention_heads": 4}
     shape = shape_of({**config, "intermediate_size": 128, "vocab_size": 256})
