@@ -66,9 +66,9 @@ class Family:
     """Sizes of a config that does not say them, where every other one of the type's does."""
 
     @property
-    def alike_as_compiled(self) -> bool:
-        """Whether what its compiled blocks keep follows from products of matrices and norms alone."""
-        return not (self.mixture or self.gated or self.latent or self.delta)
+    def compiled(self) -> bool:
+        """Whether it is known what its blocks keep where they are compiled."""
+        return not (self.mixture or self.latent)
 
 
 _LLAMA = Family()

@@ -467,14 +467,18 @@ def block_memory(
     normed = 0 if frozen else (4 if family.norms_in_fp32 else computed)
     norms: float = shape.norms * width * (4 + normed) + 2 * width * computed
     between = (queries + keys) * (4 + normed) if shape.normed else 0
-    attention = _attention(shape, spec, computed, frozen=frozen)
+    compiled = compiled and knows_compiled(shape)
+    attention = _attention(shape, spec, computed, frozen=frozen, compiled=compiled)
     mlp: float = computed * 4 * inner
     if shape.experts:
         mlp = _mixture(shape, computed, adapted, frozen=frozen)
         if spec.training.router_aux_loss_coefficient:
             mlp += 4 * shape.experts
-    if compiled and knows_compiled(shape):
+    if compiled:
         norms = computed * width * (3 + shape.norms / 2) + 4 * shape.norms
+        if shape.family.gated and "self_attn.q_proj" in adapted:
+            # The sum of what both give is kept whole, and its half for the gate once more.
+            attention += computed * queries
         deviations = shape.heads + shape.kv_heads if shape.normed == "head" else 2
         between = computed * (queries + keys) + 4 * deviations if shape.normed else 0
         mlp = computed * 3 * inner
@@ -507,8 +511,8 @@ def block_memory(
     if shape.delta:
         # What the MLP and the norm before it keep is let go of by then.
         gone = mlp + width * (4 + normed + computed)
-        taken = _delta_working(shape.delta, computed, tokens, frozen=frozen) + computed * width
-        working = max(working, taken - gone)
+        gone += _behind_the_rule(shape.delta, computed, frozen=frozen, compiled=compiled)
+        working = max(working, _delta_working(shape.delta, computed, tokens) + computed * width - gone)
     how = spec.training.activation_checkpointing
     if how == "none":
         return BlockMemory(kept, working)
@@ -530,17 +534,18 @@ def block_memory(
 
 def knows_compiled(shape: ModelShape) -> bool:
     """Whether it is known what blocks of ``shape`` keep where they are compiled: of others it is a most."""
-    return shape.family.alike_as_compiled
+    return shape.family.compiled
 
 
-def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bool) -> float:
+def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bool, compiled: bool) -> float:
     """Of a token in what a block has for attention, but the norms of queries and keys."""
     queries, keys, normed = shape.queries, shape.keys, 0 if frozen else computed
     if (delta := shape.delta) is not None:
         # The convolution keeps what it reads, what it gives, and that activated; the rule what its two numbers for each
         # head of values are made of.
-        gates = delta.value_heads * (2 * computed + 16)
-        return computed * 3 * delta.channels + gates + _gated_norm(delta, computed, frozen=frozen)
+        gates = delta.value_heads * (2 * computed + (8 if compiled else 16))
+        behind = _behind_the_rule(delta, computed, frozen=frozen, compiled=compiled)
+        return computed * 3 * delta.channels + gates + behind
     attention: float = computed * 2 * (queries + keys) + 4 * shape.heads
     if shape.family.fused and spec.sequence_parallel == 1:
         # Values are part of what the one projection gave.
@@ -550,9 +555,10 @@ def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bo
         repeats = key_repeats(shape.kv_heads, spec.sequence_parallel)
         attention += computed * (queries + 2 * keys * (repeats - 1))
     if shape.family.gated:
-        # The gate, and the product, which is read. The norm of queries keeps what it reads in fp32: that is the whole
-        # projection where it is so already.
-        attention += computed * 2 * queries + (0 if computed < 4 else computed * queries)
+        # The gate, and the product, which is read.
+        attention += computed * 2 * queries
+        # The norm of queries keeps what it reads in fp32: that is the whole projection where it is so already.
+        attention += computed * queries if computed == BYTES["fp32"] and not compiled else 0
     if (latent := shape.latent) is not None:
         # Narrow queries and keys are normed; values are filled up to the width of keys, and cut again.
         attention += (latent.queries + latent.keys) * (4 + normed + computed)
@@ -560,19 +566,17 @@ def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bo
     return attention
 
 
-def _gated_norm(delta: GatedDelta, computed: int, *, frozen: bool) -> float:
-    """Of a token in the norm behind the rule, which is computed in fp32 and multiplied by an activated gate in fp32."""
-    return delta.values * (12 + (2 if frozen else 3) * computed)
+def _behind_the_rule(delta: GatedDelta, computed: int, *, frozen: bool, compiled: bool) -> float:
+    """Of a token in a gated delta net what is kept behind its rule: a norm in fp32, multiplied by an activated gate in
+    fp32, and what the last projection reads."""
+    return delta.values * (3 * computed if compiled else 12 + (2 if frozen else 3) * computed)
 
 
-def _delta_working(delta: GatedDelta, computed: int, tokens: float, *, frozen: bool) -> float:
-    """Of a token in a gated delta net, what its rule or its convolution take backwards, without what the net itself
-    has let go of by then."""
-    gone = _gated_norm(delta, computed, frozen=frozen)
+def _delta_working(delta: GatedDelta, computed: int, tokens: float) -> float:
+    """Of a token in a gated delta net, what its rule or its convolution take backwards besides what is kept."""
     rule = rule_bytes(delta, int(tokens)) / tokens if tokens < inf else 0.0
     rule += computed * (2 * delta.values + delta.channels)
-    convolution = CONVOLUTION_COPIES * 4 * delta.channels + computed * delta.values
-    return max(rule, convolution) - gone
+    return max(rule, CONVOLUTION_COPIES * 4 * delta.channels + computed * delta.values)
 
 
 def rule_bytes(delta: GatedDelta, tokens: int, at_once: int = RULE_AT_ONCE) -> int:

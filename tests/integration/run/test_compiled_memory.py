@@ -13,16 +13,25 @@ from sft_api.memory import block_memory, knows_compiled
 from sft_api.model_shape import shape_of
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
 from tests.unit.cli.jobs import job
 
 DOCUMENTS = (40, 8, 16)
 TOKENS = sum(DOCUMENTS)
 ALL_LINEAR, SOME = {"rank": 8}, {"rank": 8, "targetModules": ["q_proj", "v_proj"]}
+FULL, LINEAR = "full_attention", "linear_attention"
 CASES = [
-    *((kind, None) for kind in ("llama", "qwen3", "phi3", "olmo2", "gemma3_text")),
-    *((kind, lora) for kind in ("llama", "olmo2") for lora in (ALL_LINEAR, SOME)),
+    *((kind, None) for kind in ("llama", "qwen3", "phi3", "olmo2", "gemma3_text", LINEAR)),
+    *(("llama", SOME), ("olmo2", ALL_LINEAR), (FULL, ALL_LINEAR)),
 ]
+"""Types, and of Qwen 3.5 the layers."""
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 
 
 def model_of(kind: str, layers: int) -> Any:
@@ -30,9 +39,13 @@ def model_of(kind: str, layers: int) -> Any:
 
     register()
     sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
-    head = {} if kind == "phi3" else {"head_dim": 32}
-    config = AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=layers, pad_token_id=0, **sizes, **head)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
+    others: dict[str, Any] = {} if kind == "phi3" else {"head_dim": 32}
+    if kind in (FULL, LINEAR):
+        kind, others = "qwen3_5_text", {**others, **DELTA, "layer_types": [kind] * layers}
+    config = AutoConfig.for_model(kind, vocab_size=64, num_hidden_layers=layers, pad_token_id=0, **sizes, **others)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=torch.bfloat16)
+    keep_documents_apart(model)
+    return model
 
 
 def saved(kind: str, layers: int, asked: Any) -> int:

@@ -1,5 +1,7 @@
 """Memory of a run by formula: states, parts, what the table and the config of a model say."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +156,13 @@ def test_every_row_of_the_table_is_held_against_a_published_number() -> None:
 
     assert {shape(f"hf://{name}") for name in known_configs()} == shapes
     assert len(shapes) == len(PUBLISHED)
+
+
+def test_the_docs_name_all_types_with_a_formula() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "memory.md").read_text(encoding="utf-8")
+    named = text.split("is one of\n", 1)[1].split("Blocks may differ", 1)[0]
+
+    assert {*re.findall(r"\b[a-z]+\d?(?:_?[a-z0-9]+)*\b", named)} >= {*FAMILIES}
 
 
 def test_a_model_is_known_by_its_name_whatever_the_revision_and_only_on_the_hub() -> None:
