@@ -2,8 +2,8 @@
 
 The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
 the GPU, one operator for all documents on the CPU (``documents``), and one causal attention per document where neither
-can be: on the GPU in fp32, and with dropout. What no kernel has, a cap on the scores and sinks, is computed in plain
-torch (``explicit_attention``).
+can be: on the GPU in fp32, with dropout, and on the CPU where values have a size of their own. What no kernel has, a
+cap on the scores and sinks, is computed in plain torch (``explicit_attention``).
 Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
