@@ -97,6 +97,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _THREE_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 _TEXT_OPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text", "glm4v_text", "glm_ocr_text"), _THREE_POSITIONS),
+    "qwen3_vl_moe_text": {**_EXPERTS, **_THREE_POSITIONS},
+    "glm4v_moe_text": {
+        **_ROUTED,
+        "rope_parameters": {**_THREE_POSITIONS["rope_parameters"], "mrope_section": [1, 1, 0]},
+    },
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_THREE_POSITIONS},
 }
 """Of text parts, as ``_OPTIONS``."""

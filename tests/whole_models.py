@@ -72,8 +72,32 @@ _PARTS: dict[str, dict[str, Any]] = {
         "vision_config": {**_QWEN, "num_position_embeddings": 16},
         **_QWEN_TOKENS,
     },
+    "qwen3_vl_moe": {
+        "text_config": {**SMALL, **_EXPERTS, "moe_intermediate_size": 24, "rope_parameters": _ROTARY},
+        "vision_config": {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **SMALL,
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5},
+        },
+        "vision_config": {**_QWEN, "image_size": 16},
+        "image_start_token_id": 125,
+        "image_end_token_id": 126,
+        "video_token_id": 124,
+        "video_start_token_id": 123,
+        "video_end_token_id": 122,
+    },
 }
 KINDS = tuple(_PARTS)
+WHOLE_OF = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+"""Of types of text that are published as a part alone the type of the whole."""
 
 
 def whole_config(kind: str, **text: Any) -> Any:
@@ -98,8 +122,20 @@ def save_whole(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text
             # Norm weights of one would hide a mix-up of them.
             parameter.add_(torch.randn_like(parameter) * 0.02)
             parameter.copy_(parameter.to(dtype))
+        for name, value in model.named_buffers():
+            if name.endswith("correction_bias"):
+                value.copy_(torch.randn_like(value) * 0.2)
     model.to(dtype).save_pretrained(path)
+    if kind == "qwen3_vl_moe":
+        turn_experts(path)
     return model.float()
+
+
+def turn_experts(path: Path) -> None:
+    """Turn the matrices of experts in ``path``, as those of Qwen3-VL are published, and transformers 5 saves none."""
+    file = path / "model.safetensors"
+    tensors = {name: value.mT.contiguous() if ".experts." in name else value for name, value in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def rename(path: Path, before: str, after: str) -> None:

@@ -75,6 +75,7 @@ _LLAMA = Family()
 _NEVER_BIASED = Family(bias_field="", output_bias_field="")
 _QWEN2 = Family(attention_bias=True, bias_field="", output_bias_field="")
 _QWEN3 = Family(query_key_norm="head", head_size=128)
+_QWEN3_MOE = Family(query_key_norm="head", mixture=True, dense="listed", expert_size="moe_intermediate_size")
 _OLMO2 = Family(query_key_norm="whole", norms="after", norms_in_fp32=True)
 _ROUTED: dict[str, Any] = {
     "mixture": True,
@@ -116,7 +117,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_text": _QWEN3,
     "hunyuan_v1_dense": Family(query_key_norm="head", query_key_norms=("query_layernorm", "key_layernorm")),
     "exaone4": Family(bias_field="", output_bias_field="", query_key_norm="head", norms="after"),
-    "qwen3_moe": Family(query_key_norm="head", mixture=True, dense="listed", expert_size="moe_intermediate_size"),
+    "qwen3_moe": _QWEN3_MOE,
+    "qwen3_vl_moe_text": _QWEN3_MOE,
     "qwen2_moe": Family(
         attention_bias=True,
         bias_field="qkv_bias",

@@ -151,12 +151,14 @@ _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
         {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         ("qwen3_moe", 2048, 48, 32, 4, 128, 6144, 151936, False),
         "Qwen/Qwen3-30B-A3B Qwen/Qwen3-30B-A3B-Base Qwen/Qwen3-30B-A3B-Instruct-2507 "
-        "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct "
+        "Qwen/Qwen3-VL-30B-A3B-Instruct Qwen/Qwen3-VL-30B-A3B-Thinking",
     ),
     (
         {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
         ("qwen3_moe", 4096, 94, 64, 4, 128, 12288, 151936, False),
-        "Qwen/Qwen3-235B-A22B Qwen/Qwen3-235B-A22B-Instruct-2507 Qwen/Qwen3-235B-A22B-Thinking-2507",
+        "Qwen/Qwen3-235B-A22B Qwen/Qwen3-235B-A22B-Instruct-2507 Qwen/Qwen3-235B-A22B-Thinking-2507 "
+        "Qwen/Qwen3-VL-235B-A22B-Instruct Qwen/Qwen3-VL-235B-A22B-Thinking",
     ),
     (
         {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -230,6 +232,7 @@ _OF_SEVERAL_PARTS = {
     *(f"google/gemma-3-{size}-{kind}" for size in ("4b", "12b", "27b") for kind in ("pt", "it")),
     *(f"Qwen/Qwen2.5-VL-{size}-Instruct" for size in ("3B", "7B", "32B")),
     *(f"Qwen/Qwen3-VL-{size}-{kind}" for size in ("2B", "4B", "8B", "32B") for kind in ("Instruct", "Thinking")),
+    *(f"Qwen/Qwen3-VL-{size}-{kind}" for size in ("30B-A3B", "235B-A22B") for kind in ("Instruct", "Thinking")),
     *(f"Qwen/Qwen3.5-{size}{kind}" for size in ("0.8B", "2B", "4B", "9B", "35B-A3B") for kind in ("", "-Base")),
     *("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"),
 }
@@ -260,7 +263,9 @@ _POSITIONS = {
     262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
     "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct Qwen/Qwen3-VL-2B-Instruct "
     "Qwen/Qwen3-VL-4B-Instruct Qwen/Qwen3-VL-8B-Instruct Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Coder-Next "
-    "Qwen/Qwen3.5-9B Qwen/Qwen3.5-27B Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-27B Qwen/Qwen3.6-35B-A3B",
+    "Qwen/Qwen3.5-9B Qwen/Qwen3.5-27B Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-27B Qwen/Qwen3.6-35B-A3B "
+    "Qwen/Qwen3-VL-30B-A3B-Instruct Qwen/Qwen3-VL-30B-A3B-Thinking Qwen/Qwen3-VL-235B-A22B-Instruct "
+    "Qwen/Qwen3-VL-235B-A22B-Thinking",
 }
 """max_position_embeddings, which models of one shape differ in; of others it is not known here."""
 

@@ -394,6 +394,8 @@ def with_head(decoder: Any) -> type:
             return CausalLMOutputWithPast(logits=self.lm_head(hidden))
 
     TextPart.__name__ = TextPart.__qualname__ = f"{decoder.__name__}WithHead"
+    # By what stands beside the decoder transformers knows what it can do.
+    TextPart.__module__ = decoder.__module__
     return TextPart
 
 

@@ -34,7 +34,7 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.exporting import make_model
 from tests.unit.trainer.test_lora import BINS, CPU, TRAINED, adapters_of, filled, strategy, their_loss
-from tests.unit.trainer.test_models import save_model
+from tests.unit.trainer.test_models import save_mixture, save_model
 from tests.unit.trainer.test_some_modules import strategy as with_modules
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -60,7 +60,7 @@ def exports(
 
 def gradients(of: FsdpStrategy) -> dict[str, torch.Tensor]:
     return {
-        name: gathered(parameter.grad).clone()
+        of.model.module_of_whole(name): gathered(parameter.grad).clone()
         for name, parameter in of.model.huggingface.named_parameters()
         if parameter.grad is not None
     }
@@ -75,17 +75,17 @@ def assert_gradients_are(found: dict[str, torch.Tensor], wanted: dict[str, torch
 @pytest.mark.parametrize("kind", PROVEN)
 def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     # Given adapters of which none is 0, of experts of another rank, and with what peft makes of their export
     folder = tmp_path / "model"
-    reference = save_model(kind, folder)
+    reference = save_mixture(kind, folder)
+    load = type(reference).from_pretrained
     lora = {**EVERYTHING, "targetModules": [*(LATENT_ATTENTION if kind in LATENT else ATTENTION), "experts"]}
     ours = filled(strategy(folder, lora))
     theirs = PeftModel.from_pretrained(
         reference, exports(ours, folder, lora, "adapter", tmp_path / "adapter"), is_trainable=True
     )
-    merged = AutoModelForCausalLM.from_pretrained(exports(ours, folder, lora, "model", tmp_path / "merged"))
+    merged = load(exports(ours, folder, lora, "model", tmp_path / "merged"))
 
     # When both compute the loss of bins, transformers document by document
     loss = ours.forward_backward(BINS, TRAINED)
@@ -95,7 +95,7 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     # Then it is the same, that of the merged model too, and so are gradients
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(their_loss(merged), expected, rtol=1e-6, atol=0)
-    assert (expected - their_loss(AutoModelForCausalLM.from_pretrained(folder))).abs() > 1e-2
+    assert (expected - their_loss(load(folder))).abs() > 1e-2
     experts = experts_of(merged)
     assert_gradients_are(
         gradients(ours),

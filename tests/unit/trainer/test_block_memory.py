@@ -14,7 +14,7 @@ from sft_api.model_shape import ModelShape, shape_of
 from sft_trainer.models import quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
-from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.causal_lm import CausalLM, _class_for
 from sft_trainer.models.experts import keep_corrections, kernel_options
 from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
@@ -62,12 +62,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_SHARED, "mlp_only_layers": [0]},
 }
 """Other types with a formula; of many the first block differs from the second."""
-OF_EXPERTS = ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"]
+OF_EXPERTS = ["mixtral", "olmoe", "qwen3_moe", "qwen3_vl_moe_text", "gpt_oss"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "gemma3_text", *OF_EXPERTS]
 
 
 def model_of(kind: str, **options: Any) -> CausalLM:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     register()
     head = {} if kind == "phi3" else {"head_dim": 128 if kind == "qwen3" else 64}
@@ -75,10 +75,12 @@ def model_of(kind: str, **options: Any) -> CausalLM:
     if kind == "gpt_oss":
         # As wide as the model, as all that are published: in its attention less is held than in its experts.
         mixture["intermediate_size"] = SIZES["hidden_size"]
+    if kind == "qwen3_vl_moe_text":
+        mixture["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 8, 8]}
     given = {**SIZES, **head, **mixture, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **options}
     config = AutoConfig.for_model(kind, **given)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+        made = _class_for(config, config)(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
     keep_documents_apart(made)
     keep_corrections(made)
     return CausalLM(made)
@@ -332,12 +334,11 @@ def test_an_architecture_without_a_formula_is_seen_all_the_same() -> None:
 
 @pytest.mark.parametrize("kind", sorted({*accepted()} - {*FAMILIES, *OTHERS, "arcee"}))
 def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
-    from transformers import AutoModelForCausalLM
 
     register()
     config = small_config(kind)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
+        made = _class_for(config, config)(config, attn_implementation=IMPLEMENTATION, **kernel_options(config))
     keep_documents_apart(made)
 
     seen = track_blocks(CausalLM(made), torch.bfloat16, lambda name: True, 64)

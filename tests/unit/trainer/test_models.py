@@ -30,6 +30,7 @@ from tests.architectures import accepted, small_config
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.published_configs import PUBLISHED, PUBLISHED_OF_EXPERTS
+from tests.whole_models import WHOLE_OF, save_whole
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -55,6 +56,11 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
             value.copy_(torch.randn_like(value) * 0.2)
     model.save_pretrained(path)
     return model
+
+
+def save_mixture(kind: str, path: Path) -> Any:
+    """A small mixture of experts of type ``kind``, or the whole model of which one is the text part."""
+    return save_whole(WHOLE_OF[kind], path) if kind in WHOLE_OF else save_model(kind, path)
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:

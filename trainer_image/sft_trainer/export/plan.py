@@ -28,6 +28,8 @@ _PEFT_PREFIX = "base_model.model."
 """Of the names of adapters, by which peft wraps a model twice."""
 
 _NOTHING = Untrained()
+_TURNED = (0, 2, 1)
+"""Order of the dimensions of experts that lie in files with inputs and outputs turned."""
 
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -262,7 +264,9 @@ def _entries(model: CausalLM, dtype: torch.dtype, tied: Collection[str]) -> Iter
             whole = Rectangle.whole(canonical.shape)
             for hub in names.hub(canonical.name, canonical.shape):
                 if hub.index is None:
-                    yield Entry(hub.name, canonical.shape, (Part(canonical.name, canonical.shape, whole, stored),))
+                    order = _TURNED if hub.turned else ()
+                    shape = tuple(canonical.shape[place] for place in order) or canonical.shape
+                    yield Entry(hub.name, shape, (Part(canonical.name, canonical.shape, whole, stored, order),))
                     continue
                 place = Rectangle((hub.index, *whole.offsets[1:]), (1, *whole.sizes[1:]))
                 part = Part(canonical.name, canonical.shape, place, stored)

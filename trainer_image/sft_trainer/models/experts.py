@@ -33,6 +33,7 @@ PROVEN = (
     "flex_olmo",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe_text",
     "gpt_oss",
     "granitemoe",
     "granitemoe_swa",
@@ -47,6 +48,7 @@ PROVEN = (
     "qwen3_5_moe_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl_moe_text",
     "solar_open",
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""

@@ -201,6 +201,7 @@ _TYPES_TAKEN_FOR_EXPERTS = (
     "exaone_moe",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe_text",
     "hunyuan_v1_moe",
     "mellum",
     "qwen3_moe",

@@ -184,6 +184,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
     """What ``boxes`` are filled from, file by file; the headers are compared with what the boxes expect."""
     files = weight_files(path)
     needed: dict[str, list[tuple[Box, int | None]]] = {}
+    turned = set[str]()
     for box in boxes:
         # A config may say any number of experts: not even their names are listed where there cannot be so many.
         if names.is_stacked(box.name) and box.place.sizes[0] == box.shape[0] > len(files):
@@ -194,6 +195,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
         for tensor in names.hub(box.name, box.shape):
             if tensor.index is None or 0 <= tensor.index - box.place.offsets[0] < box.place.sizes[0]:
                 needed.setdefault(tensor.name, []).append((box, tensor.index))
+                turned |= {tensor.name} if tensor.turned else set()
     stored = {name: _stored_names(name, names, files) for name in needed}
     missing = sorted({*itertools.chain(*stored.values())} - set(files))
     if missing:
@@ -210,7 +212,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
                 slices = {each: slices_of(reader_of(files[each]), each, files[each]) for each in stored[name]}
                 reader = _weight(name, slices)
                 for box, index in needed[name]:
-                    source = _Source(name, reader, box, index)
+                    source = _Source(name, _upright(name, reader, box) if name in turned else reader, box, index)
                     _check_header(source)
                     yield source
 
@@ -230,6 +232,42 @@ def _weight(name: str, slices: Mapping[str, Any]) -> Any:
     if len(slices) == 1:
         return slices[name]
     return fp8.ScaledSlices(name, *slices.values()) if name in slices else PackedSlices(name, *slices.values())
+
+
+def _upright(name: str, stored: Any, box: Box) -> Any:
+    """The slice reader of the hub tensor ``name``, whose last two dimensions may be turned, as ``box`` has them.
+
+    Files that are published have them turned, those that transformers 5 saves do not. Raises ``ModelError`` where the
+    shape does not tell which.
+    """
+    *_, outputs, inputs = box.shape
+    if outputs == inputs:
+        raise ModelError(
+            f"tensor {name!r} has matrices of {outputs} x {inputs} for its experts, and files of its type have them "
+            "either way: of square ones nothing tells which; choose another model"
+        )
+    upright = tuple(stored.get_shape()) == box.shape
+    return stored if upright else _TurnedSlices(stored)
+
+
+class _TurnedSlices:
+    """A slice reader of a tensor of three dimensions, with the last two of them turned."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        *experts, inputs, outputs = self._stored.get_shape()
+        return [*experts, outputs, inputs]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._stored.get_dtype()
+        return dtype
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        *experts, outputs, inputs = place
+        values: torch.Tensor = self._stored[(*experts, inputs, outputs)]
+        return values.mT
 
 
 def _check_header(source: _Source) -> None:

@@ -31,6 +31,8 @@ class HubTensor:
     name: str
     index: int | None
     """Its place in the leading dimension of the canonical tensor; None where it is the whole of it."""
+    turned: bool = False
+    """Whether its last two dimensions are those of the canonical tensor, turned; it is the whole of it then."""
 
 
 class Names:
@@ -90,7 +92,9 @@ class Names:
         """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
         found = self._stacked.fullmatch(name) if self._rules.experts else None
         if found is None:
-            return [HubTensor(self._in_files(name), None)]
+            module, _, leaf = name.rpartition(".")
+            turned = leaf in self._rules.turned and module.endswith(".experts")
+            return [HubTensor(self._in_files(name), None, turned)]
         experts = self._in_files(found["experts"])
         return [HubTensor(f"{experts}.{expert}.{found['projection']}.weight", expert) for expert in range(shape[0])]
 

@@ -20,6 +20,9 @@ class Rules:
     order and of equal size. On the hub every expert has a tensor ``experts.<number>.<projection>.weight`` of each."""
     packed: tuple[str, ...] = ()
     """Parameters of a module ``experts``, (experts, inputs, outputs), that hub files may have in MXFP4 instead."""
+    turned: tuple[str, ...] = ()
+    """Parameters of a module ``experts``, (experts, outputs, inputs), that hub files have as (experts, inputs,
+    outputs)."""
 
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -51,6 +54,7 @@ RULES: Mapping[str, Rules] = {
     "flint": Rules(renamed=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "glm4_moe": Rules(experts=_GATED),
     "glm4_moe_lite": Rules(experts=_GATED),
+    "glm4v_moe_text": Rules(experts=_GATED),
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
     "gpt_oss": Rules(packed=("gate_up_proj", "down_proj")),
     "granitemoe": _STACKED,
@@ -72,5 +76,6 @@ RULES: Mapping[str, Rules] = {
     "qwen3_5_moe_text": Rules(experts=_GATED),
     "qwen3_moe": Rules(experts=_GATED),
     "qwen3_next": Rules(experts=_GATED),
+    "qwen3_vl_moe_text": Rules(turned=("gate_up_proj", "down_proj")),
     "solar_open": Rules(experts=_GATED),
 }
