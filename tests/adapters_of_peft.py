@@ -15,11 +15,16 @@ def plain_name(name: str) -> str:
 
 
 def as_here(
-    name: str, value: torch.Tensor, experts: int, adapted: Sequence[str] = ("gate_up_proj", "down_proj")
+    name: str,
+    value: torch.Tensor,
+    experts: int,
+    adapted: Sequence[str] = ("gate_up_proj", "down_proj"),
+    swapped: bool = False,
 ) -> tuple[str, torch.Tensor]:
     """The name here of what peft calls ``name``, an adapter of a layer or of so many ``experts``, and a view of it.
 
     ``adapted`` are the tensors of experts that have adapters: for peft one wraps the other, the first the innermost.
+    Where A and B are ``swapped`` it takes outputs of these tensors for inputs.
     """
     name = plain_name(name)
     module, _, factor = name.partition(f".{_EXPERTS}.")
@@ -31,6 +36,8 @@ def as_here(
         value = value.view(experts, -1, value.shape[-1])
     else:
         value = value.view(value.shape[0], -1, experts).permute(2, 0, 1)
+    if swapped:
+        factor, value = factor.translate(str.maketrans("AB", "BA")), value.mT
     return f"{module}.{_EXPERTS}.adapters.{adapted[len(adapted) - 1 - within]}.{factor}", value
 
 

@@ -94,9 +94,35 @@ _PARTS: dict[str, dict[str, Any]] = {
         "video_start_token_id": 123,
         "video_end_token_id": 122,
     },
+    "llama4": {
+        "text_config": {
+            **SMALL,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 4,
+            "floor_scale": 3,
+            "attn_scale": 30.0,
+            "no_rope_layers": [1, 0, 1, 0],
+        },
+        "vision_config": {
+            **_VISION,
+            "intermediate_size": 64,
+            "image_size": 16,
+            "patch_size": 4,
+            "vision_output_dim": 16,
+            "projector_input_dim": 16,
+            "projector_output_dim": 16,
+        },
+        "boi_token_index": 126,
+        "eoi_token_index": 125,
+    },
 }
 KINDS = tuple(_PARTS)
-WHOLE_OF = {"glm4v_moe_text": "glm4v_moe", "qwen3_vl_moe_text": "qwen3_vl_moe"}
+WHOLE_OF = {"glm4v_moe_text": "glm4v_moe", "llama4_text": "llama4", "qwen3_vl_moe_text": "qwen3_vl_moe"}
 """Of types of text that are published as a part alone the type of the whole."""
 
 

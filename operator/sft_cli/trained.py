@@ -25,7 +25,9 @@ _FURTHER = "mtp."
 """How names of layers begin that predict further tokens, and stand beside the model."""
 _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
-_OF_EXPERTS = re.compile(r".*\.(experts\..*|(mlp|block_sparse_moe)\.(router|gate)(\.(layer|gate|wg))?)\.weight")
+_OF_EXPERTS = re.compile(
+    r".*\.(experts\..*|(mlp|block_sparse_moe|feed_forward)\.(router|gate)(\.(layer|gate|wg))?)\.weight"
+)
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
 _ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")

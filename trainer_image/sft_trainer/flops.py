@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .models.causal_lm import CausalLM
-from .models.windows import windows
+from .models.windows import Chunks, windows
 
 # Dense bf16 peak without sparsity, from the vendors' data sheets, by whole words of the device's name. The first that
 # fits counts: boards of one name with less power stand before the others.
@@ -78,7 +78,7 @@ def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], boo
 
 def training_flops(
     config: Any,
-    layers: Mapping[int | None, int],
+    layers: Mapping[int | Chunks | None, int],
     parameters: int,
     embedding_parameters: int,
     document_lengths: Iterable[int],
@@ -91,8 +91,9 @@ def training_flops(
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
     appendix B; where queries and values are not of one size, by the mean of the two. ``layers`` says how many have
     which sliding window (None: none): there the pairs of tokens farther apart are left out, (length - window)^2 of
-    length^2. In a layer of linear attention (window 0) what a token does with its states counts in place of that, 6 for
-    each number in them forwards: read by the key, changed, read by the query.
+    length^2; or in which chunks they look at a document. In a layer of linear attention (window 0) what a token does
+    with its states counts in place of that, 6 for each number in them forwards: read by the key, changed, read by the
+    query.
     """
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
@@ -118,8 +119,10 @@ def _states(config: Any) -> int:
     return heads and heads * int(config.linear_key_head_dim * config.linear_value_head_dim)
 
 
-def _pairs(lengths: Sequence[int], window: int | None) -> int:
+def _pairs(lengths: Sequence[int], window: int | Chunks | None) -> int:
     """Twice the pairs of tokens of a document of which one sees the other, of all documents."""
+    if isinstance(window, Chunks):
+        return sum(length // window.tokens * window.tokens**2 + (length % window.tokens) ** 2 for length in lengths)
     if window is None:
         return sum(length * length for length in lengths)
     return sum(length * length - max(0, length - window) ** 2 for length in lengths)

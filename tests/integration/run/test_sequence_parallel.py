@@ -26,7 +26,7 @@ from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place, step_numbers
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
-from tests.unit.trainer.test_models import save_model
+from tests.unit.trainer.test_models import save_mixture
 from tests.waiting import PATIENCE_SECONDS
 
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
@@ -92,6 +92,7 @@ CASES = {
         {"lora": {**_OF_EXPERTS, "expertRank": 3}, "training": {"activationCheckpointing": "selective"}},
     ),
     "heads of values of another size, and corrections of routers": Case(2, 2, "deepseek_v3"),
+    "chunks, and temperatures by positions": Case(2, 2, "llama4_text"),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once, with noise": Case(2, 2, spec={"training": {"neftuneNoiseAlpha": 30}}, at_once=3),
     "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),
@@ -193,7 +194,7 @@ def _compilations() -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_processes_that_share_no_tokens(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    save_model(case.kind, tmp_path / "model", **case.model)
+    save_mixture(case.kind, tmp_path / "model", **case.model)
 
     for errors in ranks.run(case.processes, tmp_path, _compared, case, tmp_path / "model", seconds=_PATIENCE_SECONDS):
         assert worst(errors.values()) <= 5e-6, errors

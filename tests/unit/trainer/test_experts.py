@@ -206,9 +206,16 @@ def test_even_use_of_the_experts_is_as_many_as_a_token_is_sent_to() -> None:
     assert float(found) == pytest.approx(6 * 2 + 4 * 4, rel=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "why"), [("qwen3", "sends no tokens to experts"), ("glm4_moe", "transformers knows")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("qwen3", "sends no tokens to experts"),
+        ("glm4_moe", "transformers knows"),
+        ("llama4_text", "transformers knows"),
+    ],
+)
 def test_a_loss_that_the_model_does_not_have_is_refused(tmp_path: Path, kind: str, why: str) -> None:
-    save_model(kind, tmp_path)
+    save_mixture(kind, tmp_path)
     model: Any = build_on_meta(tmp_path).huggingface
     for _ in range(2):
         with pytest.raises(ConfigError, match=f"training.routerAuxLossCoefficient is set, .*{why}"):
@@ -277,6 +284,8 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     save_mixture(kind, tmp_path)
     if kind.startswith("granite"):
         names = [name.replace("mlp", "block_sparse_moe") for name in names]
+    if kind == "llama4_text":
+        names = [name.replace("mlp", "feed_forward") for name in names]
     if kind in LATENT:
         names = [name.replace("q_proj", "kv_b_proj") for name in names]
     lora = {"rank": 4, "targetModules": names, **({"expertRank": 3} if len(names) > 1 else {})}

@@ -13,7 +13,7 @@ from sft_trainer.flops import ModelFlops, active_parameters, peak_flops, trainin
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.lora import add_adapters, is_adapter
-from sft_trainer.models.windows import held, windows
+from sft_trainer.models.windows import Chunks, held, windows
 from tests.architectures import accepted, small_config
 
 SMALL: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_windows_and_work_are_those_that_attention_is_asked_for(kind: str) -> No
     assert tried >= (2 if kind in LINEAR_ATTENTION else 3)
 
 
-def cost(layers: dict[int | None, int], lengths: list[int]) -> float:
+def cost(layers: dict[int | Chunks | None, int], lengths: list[int]) -> float:
     """Of attention alone, of one head of 1/6."""
     made = model("qwen3", head_dim=1, num_attention_heads=1, num_key_value_heads=1)
     return training_flops(made.config, layers, 0, 0, lengths) / 6
@@ -147,6 +147,7 @@ def test_in_a_window_those_pairs_count_that_are_attended(length: int, window: in
 
 def test_layers_count_by_their_windows_and_documents_by_themselves() -> None:
     assert cost({None: 2, 4: 3}, [3, 10]) == 2 * (9 + 100) + 3 * (9 + 100 - 36)
+    assert cost({Chunks(4): 3}, [3, 10]) == 3 * (9 + 16 + 16 + 4)
 
 
 def test_a_long_document_of_gemma_3_costs_what_its_layers_see() -> None:

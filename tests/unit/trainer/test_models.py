@@ -58,9 +58,9 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
     return model
 
 
-def save_mixture(kind: str, path: Path) -> Any:
-    """A small mixture of experts of type ``kind``, or the whole model of which one is the text part."""
-    return save_whole(WHOLE_OF[kind], path) if kind in WHOLE_OF else save_model(kind, path)
+def save_mixture(kind: str, path: Path, **options: Any) -> Any:
+    """A small model of type ``kind``, or the whole one of which it is the text part."""
+    return save_whole(WHOLE_OF[kind], path, **options) if kind in WHOLE_OF else save_model(kind, path, **options)
 
 
 def stored_buffers(model: Any) -> dict[str, torch.Tensor]:

@@ -76,16 +76,20 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("kind", "text", "how"),
     [
-        *((kind, {}) for kind in KINDS),
-        ("mistral3", {"model_type": "ministral3"}),
-        ("internvl", EXPERTS),
+        *((kind, {}, "none") for kind in KINDS),
+        ("mistral3", {"model_type": "ministral3"}, "none"),
+        ("internvl", EXPERTS, "none"),
+        ("llama4", {"num_experts_per_tok": 2, "attn_temperature_tuning": False}, "full"),
+        ("llama4", {"use_qk_norm": False, "interleave_moe_layer_step": 1}, "selective"),
     ],
 )
-def test_loss_and_gradients_equal_those_of_the_whole_model(tmp_path: Path, kind: str, text: dict[str, Any]) -> None:
+def test_loss_and_gradients_equal_those_of_the_whole_model(
+    tmp_path: Path, kind: str, text: dict[str, Any], how: str
+) -> None:
     reference = save_whole(kind, tmp_path, **text)
-    ours = build(tmp_path)
+    ours = build(tmp_path, activationCheckpointing=how)
     model: CausalLM = ours.model
 
     loss = packed_loss(model)
@@ -159,7 +163,7 @@ def test_files_may_have_experts_turned_or_not(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4"])
 def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
     # Given a published model in bf16, with what belongs to its images, in a few files
     source, out = tmp_path / "model", tmp_path / "out"
@@ -213,6 +217,7 @@ def features(whole: Any, images: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """What ``whole`` makes of ``images`` for its text part."""
     found = whole.get_image_features(**images)
     pieces = found if isinstance(found, list | tuple) else found.pooler_output
+    pieces = found.last_hidden_state if pieces is None else pieces
     pieces = [*pieces] if isinstance(pieces, list | tuple) else [pieces]
     return [piece for piece in pieces if isinstance(piece, torch.Tensor)]
 
@@ -269,26 +274,37 @@ def test_a_run_goes_on_beside_the_other_parts_that_it_began_with_and_no_others(t
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers"), [("gemma3", 14), ("qwen3_vl", 14), ("qwen3_5", 15), ("qwen3_vl_moe", 8), ("glm4v_moe", 14)]
+    ("kind", "layers", "lora"),
+    [
+        ("gemma3", 14, LORA),
+        ("qwen3_vl", 14, LORA),
+        ("qwen3_5", 15, LORA),
+        ("qwen3_vl_moe", 8, LORA),
+        ("glm4v_moe", 14, LORA),
+        ("llama4", 16 + 2 * 3 + 2 * 3 + 2 * 2, {**LORA, "targetModules": ["all-linear", "experts"]}),
+    ],
 )
-def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path: Path, kind: str, layers: int) -> None:
+def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(
+    tmp_path: Path, kind: str, layers: int, lora: dict[str, Any]
+) -> None:
     from peft import AutoPeftModelForCausalLM, PeftModel
 
     source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
     save_whole(kind, source)
-    ours = filled(strategy(source, LORA))
+    ours = filled(strategy(source, lora))
     manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
-    spec = LoraSpec.model_validate(LORA)
+    spec = LoraSpec.model_validate(lora)
     what = replace(exported(store, manifest, source), adapters=Adapters(spec, "adapter", f"file://{source}"))
 
     export(what, LocalStore(out))
 
     with safe_open(out / "adapter_model.safetensors", "pt") as reader:
-        assert "base_model.model.model.language_model.layers.1.self_attn.q_proj.lora_A.weight" in [*reader.keys()]
+        decoder = "language_model.model" if kind == "llama4" else "model.language_model"
+        assert f"base_model.model.{decoder}.layers.1.self_attn.q_proj.lora_A.weight" in [*reader.keys()]
     with_peft = PeftModel.from_pretrained(loaded(source), str(out))
     torch.testing.assert_close(loss_of(with_peft), packed_loss(ours.model), rtol=1e-5, atol=0)
     adapted = {name.partition(".lora_A")[0] for name, _ in with_peft.named_parameters() if ".lora_A" in name}
-    assert all(".language_model." in name for name in adapted)
+    assert all("language_model." in name for name in adapted)
     assert len(adapted) == layers
     # What loads the base too takes the whole, also where transformers has a class for its text part alone
     (out / "tokenizer_config.json").unlink()  # peft would make embeddings as many as the test's tokenizer has tokens
@@ -296,10 +312,10 @@ def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(tmp_path
     assert type(by_itself.get_base_model()) is type(with_peft.get_base_model())
     torch.testing.assert_close(loss_of(by_itself), packed_loss(ours.model), rtol=1e-5, atol=0)
     # And a run that begins with them has them
-    config = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=LORA))
+    config = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=lora))
     blueprint = build_on_meta(source)
     add_adapters(blueprint.huggingface, spec)
-    again = strategy(source, LORA)
+    again = strategy(source, lora)
     FirstAdapters.of(out, "file:///out", spec, blueprint, trainable_of(config)).fill(again.boxes("trained"))
     assert torch.equal(packed_loss(again.model), packed_loss(ours.model))
 

@@ -14,7 +14,7 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER
 from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
-from sft_trainer.models.lora import MAGNITUDE, A, StackedAdapter, stacked_adapter
+from sft_trainer.models.lora import MAGNITUDE, A, B, StackedAdapter, stacked_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
 from sft_trainer.models.weights import Untrained
 from sft_trainer.names.canonical import Part as CanonicalPart
@@ -219,15 +219,19 @@ def _adapter_of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPa
     """
     (part,) = canonical
     experts, *sizes = part.shape
-    name = f"{_PEFT_PREFIX}{module}.{'base_layer.' * adapter.within}{adapter.factor}"
+    if adapter.swapped:
+        sizes.reverse()
+    is_a = (adapter.factor == A) != adapter.swapped
+    name = f"{_PEFT_PREFIX}{module}.{'base_layer.' * adapter.within}{A if is_a else B}"
     whole = Rectangle.whole(part.shape)
-    if adapter.factor == A:
+    if is_a:
         rank, inputs = sizes
-        return Entry(name, (experts * rank, inputs), (Part(part.name, part.shape, whole, torch.float32),))
+        order = _TURNED if adapter.swapped else ()
+        return Entry(name, (experts * rank, inputs), (Part(part.name, part.shape, whole, torch.float32, order),))
     outputs, rank = sizes
     # Columns of one rank of all experts lie together.
-    parts = (Part(part.name, part.shape, whole, torch.float32, (1, 2, 0)),)
-    return Entry(name, (outputs, rank * experts), parts)
+    order = (2, 1, 0) if adapter.swapped else (1, 2, 0)
+    return Entry(name, (outputs, rank * experts), (Part(part.name, part.shape, whole, torch.float32, order),))
 
 
 def _as_module(canonical: Sequence[CanonicalPart]) -> tuple[Part, ...]:

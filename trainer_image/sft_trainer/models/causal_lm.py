@@ -17,7 +17,7 @@ from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes,
 from sft_trainer.names.canonical import Names
 from sft_trainer.versions import build_of_class
 
-from . import fp8
+from . import fp8, llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .exchange import SharedTokens
 from .experts import Balance, check_experts, keep_corrections, kernel_options, load_balance
@@ -199,6 +199,11 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
 
 def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None) -> CausalLM:
     """The model of text that ``config`` describes; ``published`` is the config of which that is a part, if any."""
+    if published is None and config.model_type == llama4.KIND:
+        raise ModelError(
+            f"a model of type {llama4.KIND!r} by itself is not supported: name the model of images and texts that it "
+            "is the text part of, of type 'llama4', whose text part is trained"
+        )
     packed = _read_as(config)
     # Building it in fp32 writes fp32 into the config.
     given = config.dtype if published is None else published.dtype or config.dtype

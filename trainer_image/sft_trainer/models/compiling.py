@@ -26,6 +26,7 @@ from sft_trainer.versions import (
     mark_dynamic,
 )
 
+from . import llama4
 from .experts import has_biased_experts
 
 BACKEND = "inductor"
@@ -107,6 +108,8 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
     # In their backward pass inductor may lay rows out as the grouped product does not take them.
     if has_biased_experts(model.config):
         return f"a model of type {model.config.model_type!r} {UNCOMPILED_EXPERTS}"
+    if model.config.model_type == llama4.KIND:
+        return f"a model of type {llama4.KIND!r} has attention in chunks, whose layers cannot be compiled"
     if reason := _other_attention(model.config, device, dtype):
         return reason
     look_at_attention()

@@ -16,7 +16,7 @@ from torch.nn.functional import softmax
 from sft_api.memory import ROW_MULTIPLE
 from sft_trainer.errors import ConfigError, ModelError
 
-from . import grouped_experts
+from . import grouped_experts, llama4
 from .attention import Boundaries, boundary_arguments
 from .exchange import SharedTokens, add_up
 from .probe import small_model
@@ -40,6 +40,7 @@ PROVEN = (
     "granitemoeshared",
     "hunyuan_v1_moe",
     "hy_v3",
+    "llama4_text",
     "mellum",
     "minimax_m2",
     "mixtral",
@@ -53,13 +54,15 @@ PROVEN = (
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
 _BIASED = ("gpt_oss",)
+_UNBALANCED = (llama4.KIND,)
+"""Types whose config has a coefficient, and for which transformers computes no loss of routers."""
 _CHOSEN = "num_experts_per_tok"
 _TOKENS = 12
 
 
 def kernel_options(config: Any) -> dict[str, str]:
     """What ``from_config`` of transformers is told of the experts of a model of ``config``."""
-    if config.model_type not in PROVEN:
+    if config.model_type not in PROVEN or config.model_type == llama4.KIND:
         return {}
     if not has_biased_experts(config):
         return {"experts_implementation": "grouped_mm"}
@@ -180,7 +183,7 @@ def check_balances(model: Any) -> None:
     kind = model.config.model_type
     if not has_experts(model):
         why = "sends no tokens to experts"
-    elif not hasattr(type(model.config)(), "router_aux_loss_coef"):
+    elif kind in _UNBALANCED or not hasattr(type(model.config)(), "router_aux_loss_coef"):
         # Not the config of the model: it has whatever its file says.
         why = "was not trained with a load-balancing loss: transformers knows none for it"
     else:

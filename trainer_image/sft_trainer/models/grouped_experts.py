@@ -21,6 +21,10 @@ PACKED = "packed"
 """What of a module of experts says the format of each of its weights that are packed, by name."""
 ADAPTERS = "adapters"
 """What of it has the adapters of its weights, by name."""
+SWAPPED = "swapped_for_peft"
+"""What of it says that peft takes outputs of its weights for inputs: transformers' module does not say how they lie."""
+SCALES_INPUTS = "scales_inputs"
+"""What of it says whether weights multiply what goes into experts; only those computed here alone say so."""
 
 
 def _gated(inner: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
@@ -88,7 +92,8 @@ def _grouped(inputs: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, tur
 def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Of ``hidden`` (tokens, width) what its ``chosen`` experts make of each token, times ``weights``, summed.
 
-    ``chosen`` and ``weights`` are (tokens, experts of each). ``module`` has ``gate_up_proj`` (experts, 2 inner, width)
+    ``chosen`` and ``weights`` are (tokens, experts of each); a module may multiply what goes into its experts by these
+    in place of what comes out. ``module`` has ``gate_up_proj`` (experts, 2 inner, width)
     and ``down_proj`` (experts, width, inner), or both transposed, either of them packed or not, with adapters or not.
     Those with biases have the gate in even columns and up in odd ones.
     """
@@ -103,7 +108,9 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
         product = grouped_linear(inputs, getattr(module, name), ends, turned=turned, packed=packed.get(name))
         return product + adapters[name](inputs, ends) if name in adapters else product
 
-    product = product_with(hidden[order // each], "gate_up_proj")
+    inputs, of_each = hidden[order // each], weights.flatten()[order, None]
+    scales_inputs = getattr(module, SCALES_INPUTS, False)
+    product = product_with(inputs * of_each if scales_inputs else inputs, "gate_up_proj")
     if module.has_bias:
         product = product + module.gate_up_proj_bias[experts]
         product = _Gated.apply(product, module.alpha, module.limit)
@@ -112,7 +119,7 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
     outputs = product_with(product, "down_proj")
     if module.has_bias:
         outputs = outputs + module.down_proj_bias[experts]
-    weighted = outputs * weights.flatten()[order, None]
+    weighted = outputs if scales_inputs else outputs * of_each
     by_token: torch.Tensor = weighted[order.argsort()].unflatten(0, (-1, each))
     return by_token.sum(1).to(hidden.dtype)
 
@@ -132,5 +139,7 @@ def use_if_packed(huggingface: Any, weights: Iterable[str]) -> None:
 
 def use(huggingface: Any) -> None:
     """Have all experts of the Hugging Face model ``huggingface`` computed by it."""
+    if any(hasattr(module, SCALES_INPUTS) for module in huggingface.modules()):
+        return
     register()
     huggingface.set_experts_implementation(IMPLEMENTATION)

@@ -229,6 +229,8 @@ class StackedAdapter:
     """How many tensors with adapters the module has behind the one that these are beside."""
     factor: str
     """A or B."""
+    swapped: bool = False
+    """Whether for peft it is the other one, turned: it takes outputs of the weights for inputs."""
 
 
 def stacked_adapter(huggingface: Any, parameter: str) -> StackedAdapter | None:
@@ -237,8 +239,10 @@ def stacked_adapter(huggingface: Any, parameter: str) -> StackedAdapter | None:
     if len(names) < 4 or names[0] != grouped_experts.ADAPTERS or not is_adapter(parameter):
         return None
     _, leaf, *factor = names
-    adapted = [*getattr(huggingface.get_submodule(module), grouped_experts.ADAPTERS)]
-    return StackedAdapter(module, len(adapted) - 1 - adapted.index(leaf), ".".join(factor))
+    experts = huggingface.get_submodule(module)
+    adapted = [*getattr(experts, grouped_experts.ADAPTERS)]
+    swapped = getattr(experts, grouped_experts.SWAPPED, False)
+    return StackedAdapter(module, len(adapted) - 1 - adapted.index(leaf), ".".join(factor), swapped)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from sft_api.v1alpha1.model_config import DROPOUTS
 from sft_trainer.errors import ConfigError, DeviceUnavailableError, ModelError
 from sft_trainer.versions import build_of_class, keeps_state
 
+from . import llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 from .flash_attention import Kind
 from .gated_delta import has_gated_delta_nets
 from .windows import held
 
-_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+_SUPPORTED_LAYERS: tuple[str, ...] = ("full_attention", "sliding_attention")
 _GATED_DELTA_NET = "linear_attention"
 """What a type of ``has_gated_delta_nets`` calls layers of these: others have something else that is called so."""
 _VOCABULARY = 64
@@ -203,7 +204,11 @@ def _refuse_recurrent(model: Any, kind: str) -> None:
 def _recurrent(model: Any) -> str:
     """What says without any computation that documents would be mixed; empty when nothing does."""
     is_known = has_gated_delta_nets(model.config)
-    supported = (*_SUPPORTED_LAYERS, _GATED_DELTA_NET) if is_known else _SUPPORTED_LAYERS
+    supported = _SUPPORTED_LAYERS
+    if is_known:
+        supported += (_GATED_DELTA_NET,)
+    if model.config.model_type == llama4.KIND:
+        supported += (llama4.CHUNKED,)
     layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - {*supported})
     if layers:
         return f"layers of type {', '.join(layers)}"

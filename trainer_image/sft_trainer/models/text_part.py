@@ -18,6 +18,7 @@ from sft_trainer.names.canonical import Names
 from sft_trainer.names.places import Place, place_in_files
 from sft_trainer.versions import with_head
 
+from . import llama4
 from .attention import Boundaries, boundary_arguments
 from .probe import small_model
 from .weight_files import equal_tensors, weight_files
@@ -72,9 +73,12 @@ def build_whole(config: Any) -> Any:
 
 
 def causal_class(config: Any) -> type | None:
-    """The class for a text part of ``config`` where transformers has none of its own with a head; else None."""
+    """The class for a text part of ``config`` where transformers has none of its own with a head, or one that is not
+    trained as it is; else None."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
+    if config.model_type == llama4.KIND:
+        return llama4.text_class()
     kind = type(config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_MAPPING:
         return None

@@ -1,7 +1,9 @@
 """How far back each layer of a model looks: its sliding window, as its attention is asked for it."""
 
+from dataclasses import dataclass
 from typing import Any
 
+from . import llama4
 from .gated_delta import has_gated_delta_nets
 
 _BY_CONFIG = ("ministral3", "mistral", "mixtral", "olmoe", "phi3", "starcoder2")
@@ -11,9 +13,17 @@ A config may say what no layer reads: a test compares this with what the attenti
 """
 
 
-def windows(huggingface: Any) -> list[int | None]:
-    """Tokens that a token sees at most, itself included, in each layer of the model; None where all of its document,
-    and 0 in a layer of linear attention, which looks at none again."""
+@dataclass(frozen=True)
+class Chunks:
+    """Of a document, of none of which but its own a token sees another one."""
+
+    tokens: int
+    """Of each."""
+
+
+def windows(huggingface: Any) -> list[int | Chunks | None]:
+    """Tokens that a token sees at most, itself included, in each layer of the model, or in which chunks; None where all
+    of its document, and 0 in a layer of linear attention, which looks at none again."""
     config, blocks = huggingface.config, huggingface.base_model.layers
     common = getattr(config, "sliding_window", None) if config.model_type in _BY_CONFIG else None
     kinds = config.layer_types if has_gated_delta_nets(config) else [None] * len(blocks)
@@ -26,8 +36,10 @@ def held(module: Any) -> int | None:
     return getattr(module, "sliding_window", None) or None if getattr(module, "is_sliding", True) else None
 
 
-def _own(block: Any, common: int | None) -> int | None:
+def _own(block: Any, common: int | None) -> int | Chunks | None:
     for module in block.modules():
+        if (chunk := getattr(module, llama4.CHUNK, None)) is not None:
+            return Chunks(chunk)
         if hasattr(module, "sliding_window"):
             return held(module)
     return common
