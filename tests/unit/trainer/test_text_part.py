@@ -50,7 +50,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
 }
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
-UNCOUNTED = ("glm4v_moe",)
+UNCOUNTED = ("glm4v_moe", "llama4")
 """Of their text parts there is no formula."""
 
 
