@@ -560,9 +560,11 @@ def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bo
         # The norm of queries keeps what it reads in fp32: that is the whole projection where it is so already.
         attention += computed * queries if computed == BYTES["fp32"] and not compiled else 0
     if (latent := shape.latent) is not None:
-        # Narrow queries and keys are normed; values are filled up to the width of keys, and cut again.
+        # Narrow queries and keys are normed. Values are filled up to the width of keys, and cut again; where they are
+        # as wide they are a part of what was projected, and kept with the rest of it.
         attention += (latent.queries + latent.keys) * (4 + normed + computed)
-        attention += computed * shape.attended if shape.attended != queries else 0
+        filled = shape.attended != queries
+        attention += computed * (shape.attended if filled else queries - shape.heads * latent.rotated)
     return attention
 
 
