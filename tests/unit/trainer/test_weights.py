@@ -20,7 +20,7 @@ from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
-from tests.unit.trainer.test_models import build, save_model
+from tests.unit.trainer.test_models import build, save_mixture, save_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -247,7 +247,7 @@ def test_tensors_that_the_config_does_not_know_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(RULES))
 def test_all_tensors_of_an_architecture_are_known(tmp_path: Path, kind: str) -> None:
-    save_model(kind, tmp_path)
+    save_mixture(kind, tmp_path)
     assert unread_tensors(build_on_meta(tmp_path), tmp_path) == []
 
 

@@ -85,7 +85,7 @@ def at_temperature(module: Any, query: torch.Tensor, ends: torch.Tensor, longest
     """
     if not getattr(module, "has_temperature", False) or longest < module.floor_scale:
         return query
-    tokens = torch.arange(query.shape[2], device=query.device)
+    tokens = torch.arange(query.shape[2], dtype=ends.dtype, device=query.device)
     begins = ends[torch.searchsorted(ends, tokens, right=True) - 1]
     steps = torch.floor((tokens - begins + 1.0) / module.floor_scale)
     scales = torch.log1p(steps) * module.attn_scale + 1.0
