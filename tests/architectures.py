@@ -88,6 +88,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": _LATENT_HEADS,
+    "minicpm3": _LATENT_HEADS,
     "plbart": _ENCODER_DECODER,
     "whisper": _ENCODER_DECODER,
     "youtu": _LATENT_HEADS,

@@ -125,6 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         labels: torch.Tensor,
         scale: float,
         logits: Logits,
@@ -132,20 +133,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         fused: Slopes | None,
         objective: Objective,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         rows = logits.rows(weight.shape[0] if held is None else held.most)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
-        wanted = needs_hidden or needs_weight
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
+        wanted = needs_hidden or needs_weight or needs_bias
         # A tensor: for a number there would be code of its own.
         factor = torch.full_like(total, scale)
         for start in range(0, hidden.shape[0], rows):
             piece, target = hidden[start : start + rows], labels[start : start + rows, None]
             if fused is None or not wanted or piece.shape[0] == 1:
-                one, grad_logits = _slopes(piece, weight, target, scale if wanted else None, logits, held, objective)
+                one, grad_logits = _slopes(
+                    piece, weight, target, scale if wanted else None, logits, held, objective, bias
+                )
             else:
-                one, grad_logits = _fused_slopes(piece, weight, target, factor, fused)
+                one, grad_logits = _fused_slopes(piece, weight, target, factor, fused, bias)
             total -= one
             if grad_logits is None:
                 continue
@@ -153,13 +157,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
             if needs_weight:
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece, alone=hidden.shape[0] <= rows)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0, dtype=torch.float32)
             # Else it is there still while the next chunk's is made.
             del grad_logits
         if held is not None:
             held.add_up(total)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+        of_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), of_bias
         ctx.mark_non_differentiable(total)
         return total * scale, total
 
@@ -169,8 +176,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if upstream.device.type == "cpu" and upstream != 1:  # a GPU's the host would wait for
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
-        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        (grad_hidden, grad_weight, grad_bias), ctx.gradients = ctx.gradients, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +189,10 @@ def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tup
     return rows.clamp(0, weight.shape[0] - 1), here.float()
 
 
+def _products(piece: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return piece @ weight.T if bias is None else torch.addmm(bias, piece, weight.T)
+
+
 def _slopes(
     piece: torch.Tensor,
     weight: torch.Tensor,
@@ -190,11 +201,12 @@ def _slopes(
     logits: Logits,
     held: Rows | None,
     objective: Objective,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What ``objective`` makes of the log probabilities of ``labels`` (positions, 1), added up, and of the loss times
     ``scale`` the gradient of the products of ``piece`` and ``weight``; None where there is no scale."""
     target, one = _found(labels, weight, held)
-    log_probabilities, bent = logits.log_probabilities(piece @ weight.T, held)
+    log_probabilities, bent = logits.log_probabilities(_products(piece, weight, bias), held)
     of_labels = log_probabilities.gather(1, target).mul_(one)
     probabilities: torch.Tensor | None = None
     if objective.by_probability:
@@ -250,10 +262,15 @@ def slopes(
 
 
 def _fused_slopes(
-    piece: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, fused: Slopes
+    piece: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    fused: Slopes,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as ``_slopes`` by ``fused``: the products and their gradient are all that is held."""
-    products = piece @ weight.T
+    products = _products(piece, weight, bias)
     # Here a label that the head has no row of is an error, as it is there.
     log_probabilities, gradient = fused(products, products.gather(1, labels), labels, scale)
     return log_probabilities.sum(), gradient
@@ -292,6 +309,7 @@ def linear_cross_entropy(
     held: Rows | None = None,
     fused: Slopes | None = None,
     objective: Objective = CROSS_ENTROPY,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars;
     what ``objective`` makes of it, where that is another.
@@ -304,6 +322,8 @@ def linear_cross_entropy(
     the same ``hidden`` and ``labels``. The loss is that over all rows; the gradient of ``hidden`` is what these
     rows give to it, to be added up by the caller.
 
+    ``bias`` (vocabulary,) is added to the products, where the head has one.
+
     ``fused``, ``slopes`` of the same ``objective`` compiled, is used where the products are the logits and all rows
     are here.
     """
@@ -311,8 +331,8 @@ def linear_cross_entropy(
         fused = None
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
-        hidden, weight = hidden.detach(), weight.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, labels, scale, logits, held, fused, objective)
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    scaled, total = _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, logits, held, fused, objective)
     return scaled, total
 
 
@@ -323,6 +343,7 @@ def evaluation_sums(
     labels: torch.Tensor,
     logits: Logits = PRODUCTS,
     held: Rows | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
@@ -333,7 +354,7 @@ def evaluation_sums(
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], rows):
         piece, target = hidden[start : start + rows], labels[start : start + rows]
-        log_probabilities, _ = logits.log_probabilities(piece @ weight.T, held)
+        log_probabilities, _ = logits.log_probabilities(_products(piece, weight, bias), held)
         row, one = _found(target[:, None], weight, held)
         total -= log_probabilities.gather(1, row).mul_(one).sum()
         likely = log_probabilities.argmax(dim=-1) if held is None else held.most_likely(log_probabilities)

@@ -15,8 +15,8 @@ from sft_trainer.models import quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM, _class_for
+from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import keep_corrections, kernel_options
-from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
 from sft_trainer.models.tracking import track_blocks
 from tests.architectures import accepted, small_config

@@ -26,18 +26,24 @@ def inputs(dtype: torch.dtype = torch.float32, rows: int = 50) -> tuple[torch.Te
 
 @pytest.mark.parametrize("elements", [8 * 50 * VOCABULARY, 7 * VOCABULARY, VOCABULARY])
 @pytest.mark.parametrize("frozen_head", [False, True])
-def test_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch, elements: int, frozen_head: bool) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch, elements: int, frozen_head: bool, biased: bool) -> None:
     # Given room for all logits, for seven rows, and for one row at a time
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
     hidden, weight, labels = inputs()
     weight.requires_grad_(not frozen_head)
+    bias = torch.linspace(-2, 2, VOCABULARY, requires_grad=not frozen_head) if biased else None
 
-    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, reduction="sum")
-    wanted = [hidden] if frozen_head else [hidden, weight]
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    wanted = [hidden] if frozen_head else [hidden, weight, *([] if bias is None else [bias])]
     expected_gradients = torch.autograd.grad(expected / 7, wanted)
-    scaled, total = linear_cross_entropy(hidden, weight, labels, 1 / 7)
+    scaled, total = linear_cross_entropy(hidden, weight, labels, 1 / 7, bias=bias)
     gradients = torch.autograd.grad(scaled, wanted)
+    evaluated, right = evaluation_sums(hidden, weight, labels, bias=bias)
 
+    assert evaluated == total
+    assert right == (logits.argmax(-1) == labels).sum()
     torch.testing.assert_close(total, expected.detach(), rtol=1e-6, atol=0)
     torch.testing.assert_close(scaled, expected / 7, rtol=1e-6, atol=0)
     for one, other in zip(gradients, expected_gradients, strict=True):

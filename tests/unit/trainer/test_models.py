@@ -19,8 +19,8 @@ from sft_trainer.models.attention import (
     register,
 )
 from sft_trainer.models.causal_lm import build_on_meta, draws_random_numbers
+from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import kernel_options
-from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
 from sft_trainer.strategies import build as build_strategy
@@ -102,6 +102,10 @@ OTHERWISE: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "rope_parameters": YARN}),
     ("cohere2_moe", {"num_shared_experts": 2, "expert_selection_fn": "sigmoid", "first_k_dense_replace": 1}),
     ("hunyuan_v1_moe", {"moe_topk": [2, 1]}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    ("phi", {"qk_layernorm": True}),
+    ("minicpm3", {"dim_model_base": 12}),
     ("afmoe", {"mup_enabled": True, "route_scale": 2.0}),
     ("mellum", {"norm_topk_prob": False, "mlp_layer_types": ["dense", "sparse"]}),
 ]
@@ -225,7 +229,6 @@ def test_what_would_train_another_model_is_refused(
         ("olmo_hybrid", {}, "layers of type linear_attention"),
         ("xglm", {}, "do not keep the documents of a micro-batch apart"),
         ("gpt_neox_japanese", {}, "do not keep the documents of a micro-batch apart"),
-        ("stablelm", {}, "does not pass document boundaries on"),
         ("gemma3n_text", {}, "apart cannot be found out .*: choose another|not supported"),
     ],
 )

@@ -19,9 +19,9 @@ from sft_trainer.versions import build_of_class
 
 from . import fp8, llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
+from .documents_told import keep_documents_apart
 from .exchange import SharedTokens
 from .experts import Balance, check_experts, keep_corrections, kernel_options, load_balance
-from .gated_delta import keep_documents_apart
 from .logits import logits_of
 from .noise import Noise
 from .overrides import config_of
@@ -107,11 +107,18 @@ class CausalLM(nn.Module):
                 **({} if self.shared_tokens is None else {"shared_tokens": self.shared_tokens}),
             )
         hidden = output.last_hidden_state.squeeze(0)[targets]
-        head = model.get_output_embeddings().weight
+        head = model.get_output_embeddings()
         if scale is None:
-            return evaluation_sums(hidden, head, labels, self.logits)
+            return evaluation_sums(hidden, head.weight, labels, self.logits, bias=head.bias)
         loss, total = linear_cross_entropy(
-            hidden, head, labels, scale, self.logits, fused=self.fused, objective=self.objective
+            hidden,
+            head.weight,
+            labels,
+            scale,
+            self.logits,
+            fused=self.fused,
+            objective=self.objective,
+            bias=head.bias,
         )
         if balance is None:
             return loss, total
@@ -227,14 +234,19 @@ def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None
                 f"a model of type {config.model_type!r} is not supported: its attention is its own code, which knows "
                 "no document boundaries; choose another model"
             ) from error
-        if str(error).startswith("Unrecognized configuration class") and config.sub_configs:
+        if str(error).startswith("Unrecognized configuration class"):
             # What follows are the names of all types that it knows.
-            raise _of_several_parts(config) from error
+            if config.sub_configs:
+                raise _of_several_parts(config) from error
+            raise ModelError(
+                f"a model of type {config.model_type!r} is not supported: transformers has no causal language model of "
+                "that type by itself; choose another model"
+            ) from error
         raise ModelError(f"a model of type {config.model_type!r} cannot be trained: {_sentence(error)}") from error
     if type(model.config) is not type(config) or config.sub_configs:
         raise _of_several_parts(config)
     head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None or not hasattr(model.base_model, "layers"):
+    if not isinstance(head, nn.Linear) or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     if not len(model.base_model.layers):
         raise ModelError(

@@ -27,6 +27,7 @@ from sft_trainer.versions import (
 )
 
 from . import llama4
+from .documents_told import KEEPING
 from .experts import has_biased_experts
 
 BACKEND = "inductor"
@@ -110,6 +111,11 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
         return f"a model of type {model.config.model_type!r} {UNCOMPILED_EXPERTS}"
     if model.config.model_type == llama4.KIND:
         return f"a model of type {llama4.KIND!r} has attention in chunks, whose layers cannot be compiled"
+    if model.config.model_type in KEEPING:
+        return (
+            f"a model of type {model.config.model_type!r} has layers that tell their attention nothing of documents, "
+            "and what tells it instead cannot be compiled"
+        )
     if reason := _other_attention(model.config, device, dtype):
         return reason
     look_at_attention()

@@ -163,7 +163,8 @@ def _check_same(whole: Any, text: Any, modules: Place, logits: Logits) -> None:
             use_cache=False,
             **boundary_arguments(Boundaries.of((_TOKENS,))),
         ).last_hidden_state[0]
-        found, _ = logits.log_probabilities(hidden @ small.get_output_embeddings().weight.T)
+        head = small.get_output_embeddings()
+        found, _ = logits.log_probabilities(nn.functional.linear(hidden, head.weight, head.bias))
         expected = given.float().log_softmax(-1)
         difference = float((found - expected).abs().max() / expected.abs().max())
     except Exception as error:  # parts that are computed with all the same, or want other arguments

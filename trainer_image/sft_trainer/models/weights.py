@@ -281,6 +281,13 @@ def _check_header(source: _Source) -> None:
         )
 
 
+def _nothing(dtype: torch.dtype) -> float | int | bool:
+    """What no buffer of ``dtype`` is computed to be; of one of truth values, any may be, and it stays unknown."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.nan
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
 @torch.no_grad()
 def initialize_buffers(model: CausalLM) -> None:
     """Compute the buffers that no file holds (rotary frequencies), which ``to_empty`` left as garbage.
@@ -289,11 +296,11 @@ def initialize_buffers(model: CausalLM) -> None:
     """
     huggingface: Any = model.huggingface
     buffers = dict(huggingface.named_non_persistent_buffers())
-    for buffer in buffers.values():
-        if buffer.is_floating_point():
-            buffer.fill_(torch.nan)
+    nothing = {name: _nothing(buffer.dtype) for name, buffer in buffers.items()}
+    for name, buffer in buffers.items():
+        buffer.fill_(nothing[name])
     for module_name in sorted({name.rpartition(".")[0] for name in buffers}):
         initialize(huggingface, huggingface.get_submodule(module_name))
     for name, buffer in buffers.items():
-        if not buffer.is_floating_point() or not bool(buffer.isfinite().all()):
+        if bool((buffer == nothing[name]).any()) or not bool(buffer.isfinite().all()):
             raise ModelError(f"the model's buffer {name} cannot be computed: this architecture is not supported")
