@@ -4,7 +4,10 @@ import os
 import runpy
 
 if os.environ["RANK"] in os.environ["NO_COMPILER"].split():
-    os.environ["CXX"] = "/no-compiler"
+    # Not in the environment, which torch has read: whoever forked this process has imported it.
+    from torch._inductor import config
+
+    config.cpp.cxx = (None, "/no-compiler")
 
 if __name__ == "__main__":
     runpy.run_module("sft_trainer", run_name="__main__")

@@ -22,7 +22,7 @@ from sft_trainer.strategies.fsdp import FsdpStrategy
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
 from tests.bins import random_bin
-from tests.parity.runs import manifest, resolve, run_workers, step_records
+from tests.parity.runs import fork_workers, manifest, resolve, step_records
 from tests.tensors import gathered
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import save_model
@@ -188,7 +188,7 @@ def test_a_run_that_nobody_asked_to_compile_goes_on_without_a_compiler(
     monkeypatch.setenv("NO_COMPILER", " ".join(map(str, without)))
 
     # When it runs, then all of its processes train, the first says why it is slower, and nothing says "compiled"
-    run_workers(config, tmp_path / "work", module="tests.integration.run.no_compiler")
+    fork_workers(config, tmp_path / "work", module="tests.integration.run.no_compiler")
     assert [*step_records(tmp_path / "store")] == [1, 2]
     progress = TrainingProgress.model_validate_json((tmp_path / "work" / "run" / PROGRESS_FILE).read_bytes())
     (warning,) = (each for each in progress.warnings if "compiled" in each)
