@@ -11,6 +11,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from tests.forks import IMPORTED_LATER
 from tests.waiting import PATIENCE_SECONDS
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -24,6 +25,7 @@ CONTEXT.set_forkserver_preload(
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
+        *IMPORTED_LATER,
         "boto3",
         "pytest",
     ]
