@@ -17,18 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from sft_api.known_models import known_configs
-from sft_api.memory import MemoryEstimate, estimate, sizes_of
+from sft_api.memory import PACKED_AT_ONCE, MemoryEstimate, estimate, sizes_of
 from sft_api.model_shape import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer import eight_bits, loss, rounded_adamw
 from sft_trainer.data.feed import BinTensors
 from sft_trainer.loss import PRODUCTS, Logits
-from sft_trainer.models import packed_rows
+from sft_trainer.models import mxfp4, nf4, packed_rows
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.packed_rows import Format
 from sft_trainer.models.tracking import LiveBytes, count_attention
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.strategies.fsdp import strategy as strategy_module
@@ -71,8 +72,10 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loss._LinearCrossEntropy, "backward", staticmethod(handed_over))
     monkeypatch.setattr(sharding, "initialize_buffers", lambda model: None)
-    # As many weights are unpacked, and updated, at a time as on a GPU
+    # As many weights are unpacked, and updated, at a time as on a GPU; unpacked are the first ones
     monkeypatch.setattr(packed_rows, "_AT_ONCE", {})
+    for module in (mxfp4, nf4):
+        monkeypatch.setattr(module, "some_rows", first_rows)
     monkeypatch.setattr(rounded_adamw, "_SLICE_ELEMENTS", {})
     # Tables that were remembered here would be without values for all that this process runs afterwards
     monkeypatch.setattr(eight_bits, "_tables", eight_bits._tables.__wrapped__)
@@ -97,6 +100,15 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
         return model
 
     monkeypatch.setattr(CausalLM, "to_empty", allocated)
+
+
+FEW_TIMES = 3
+
+
+def first_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """``some_rows`` up to the third time: nothing stays for the next, so these take as much as all."""
+    enough = FEW_TIMES * max(1, PACKED_AT_ONCE // columns)
+    return packed_rows.some_rows(source[:enough], target[:enough], columns)
 
 
 def a_bin(tokens: int, sequence: int) -> BinTensors:
@@ -371,6 +383,25 @@ def test_layers_that_stay_gathered_leave_what_a_bin_is_seen_to_take_as_it_is(mos
     usual = above({})
     assert usual > 0
     assert above(KEPT) == pytest.approx(usual, rel=0.05)
+
+
+@pytest.mark.parametrize("packed", [nf4.NF4, mxfp4.MXFP4], ids=["nf4", "mxfp4"])
+def test_to_unpack_the_first_rows_takes_as_much_as_to_unpack_all(
+    packed: Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, rows = 512, 8
+    monkeypatch.setattr(packed_rows, "_AT_ONCE", {"cpu": rows * columns})
+
+    def besides(times: int) -> int:
+        """The most bytes that are held beside what is packed, and unpacked."""
+        live = LiveBytes()
+        with fake_tensors(), live.watching():
+            held = torch.empty((times * rows, packed.row_bytes(columns)), dtype=torch.uint8)
+            values = packed.unpacked(held, torch.bfloat16)
+        return live.most - held.nbytes - values.nbytes
+
+    assert besides(FEW_TIMES) == besides(4 * FEW_TIMES)
+    assert besides(FEW_TIMES) > 4 * rows * columns
 
 
 # Of GLM-4.5-Air, whose first block has one wide MLP
