@@ -55,6 +55,10 @@ _GATED_DELTA_NETS = {
     "linear_value_head_dim": 8,
 }
 
+_GEMMA_4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+# No published one has both.
+_GEMMA_4_EXPERTS = {**_GEMMA_4, **_EXPERTS, "enable_moe_block": True, "top_k_experts": 2}
+
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -85,6 +89,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
     "emu3": {"text_config": dict(SMALL)},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gemma4_text": _GEMMA_4_EXPERTS,
+    "gemma4_unified_text": _GEMMA_4,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": _LATENT_HEADS,

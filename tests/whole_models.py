@@ -36,11 +36,40 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+_GEMMA_4_TEXT: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+    "final_logit_softcapping": 30.0,
+}
 _PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {**SMALL, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         "vision_config": {**_VISION, "image_size": 16, "patch_size": 4},
         "mm_tokens_per_image": 4,
+    },
+    "gemma4": {
+        "text_config": _GEMMA_4_TEXT,
+        "vision_config": {
+            **_VISION,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+        },
+        "audio_config": {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [4, 2],
+            "output_proj_dims": 16,
+        },
     },
     "mistral3": {
         "text_config": {**SMALL, "model_type": "mistral", "sliding_window": None},
@@ -148,9 +177,11 @@ def save_whole(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text
             # Norm weights of one would hide a mix-up of them.
             parameter.add_(torch.randn_like(parameter) * 0.02)
             parameter.copy_(parameter.to(dtype))
-        for name, value in model.named_buffers():
+        for layer, (name, value) in enumerate(model.named_buffers()):
             if name.endswith("correction_bias"):
                 value.copy_(torch.randn_like(value) * 0.2)
+            elif name.endswith("layer_scalar"):
+                value.copy_(torch.tensor([1 - 0.01 * layer], dtype=dtype))
     model.to(dtype).save_pretrained(path)
     if kind == "qwen3_vl_moe":
         turn_experts(path)

@@ -4,7 +4,7 @@ Within attention each process has all tokens of a part of the heads, so that hea
 (Jacobs et al. 2023, arXiv 2309.14509).
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .v1alpha1.job import SFTJobSpec
@@ -25,13 +25,20 @@ def possible(heads: int, kv_heads: int, degree: int) -> bool:
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
 
 
-def heads_problem(heads: int, kv_heads: int, degree: int, shard_degree: int) -> str:
+def heads_problem(heads: int, kv_heads: int | Collection[int], degree: int, shard_degree: int) -> str:
     """Why ``degree`` processes cannot share tokens of a model with so many heads, and what to change; else empty.
 
-    A copy of the model is sharded over ``shard_degree`` processes: other degrees that can be divide that too.
+    Layers may differ in their heads of keys: then ``kv_heads`` are those of each. A copy of the model is sharded over
+    ``shard_degree`` processes: other degrees that can be divide that too.
     """
-    tried = [each for each in range(1, heads + 1) if shard_degree % each == 0]
-    return unshared_heads(_FIELD, "the model", heads, kv_heads, degree, tried)
+    every = {kv_heads} if isinstance(kv_heads, int) else {*kv_heads}
+    tried = [
+        each
+        for each in range(1, heads + 1)
+        if shard_degree % each == 0 and all(possible(heads, keys, each) for keys in every)
+    ]
+    problems = (unshared_heads(_FIELD, "the model", heads, keys, degree, tried) for keys in sorted(every))
+    return next(filter(None, problems), "")
 
 
 def layers_problem(kind: Any, degree: int) -> str:

@@ -21,12 +21,15 @@ _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
+_SCALE = ".layer_scalar"
 _FURTHER = "mtp."
 """How names of layers begin that predict further tokens, and stand beside the model."""
-_OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+)\.weight")
+_OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+|model\.per_layer_model_projection)\.weight")
+"""And one of Gemma 4's beside them, which makes an input of its own for each."""
+_KEYS_AND_VALUES = re.compile(r".*\.layers\.(?P<number>\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(
-    r".*\.(experts\..*|(mlp|block_sparse_moe|feed_forward)\.(router|gate)(\.(layer|gate|wg))?)\.weight"
+    r".*\.(experts\..*|router\.proj|(mlp|block_sparse_moe|feed_forward)\.(router|gate)(\.(layer|gate|wg))?)\.weight"
 )
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
@@ -88,15 +91,18 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         folder = Path(spec.model.uri.removeprefix(_FILE))
         config = _config(folder)
         shapes, layers_here = _of_text(_shapes(folder), config), _layers(config)
-        kind = str(config.get("model_type"))
+        kind, own_keys = str(config.get("model_type")), layers_here - config.get("num_kv_shared_layers", 0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None  # sft run says what is wrong with the files
     # Those that predict further tokens stand behind the others (GLM-4.5's) or beside them (Qwen 3.5's), and are not
-    # loaded.
+    # loaded, nor are keys and values of layers that use those of others (Gemma 4's), which have a scale that is trained
+    # by nobody.
     shapes = {
         name.replace(*_CALLED_OTHERWISE.get(kind, ("", ""))): shape
         for name, shape in shapes.items()
         if not name.startswith(_FURTHER)
+        and not name.endswith(_SCALE)
+        and ((keys := _KEYS_AND_VALUES.fullmatch(name)) is None or int(keys["number"]) < own_keys)
         and ((found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here)
     }
     matrices = {found["layer"]: tuple(shape) for name, shape in shapes.items() if (found := _matrix(name, shape))}

@@ -12,6 +12,19 @@ KINDS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 RECURRENT = "qwen3_next"
 """Of layers of linear attention too."""
 
+REUSING = "gemma4_text"
+"""Of layers of which the last use keys and values of those before them."""
+_REUSING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 512,
+}
+
 ADAPTED_KINDS = ("qwen3_moe", "qwen2_moe")
 """Without linear layers but those of attention, and with a shared expert, which has some."""
 _GATED_DELTA_NETS = {
@@ -46,7 +59,7 @@ def make_mixture(inputs: Path, folder: Path, kind: str, width: int = 32) -> Path
         num_experts_per_tok=2,
         **({"shared_expert_intermediate_size": inner} if kind in ("qwen2_moe", RECURRENT) else {}),
         **(_GATED_DELTA_NETS if kind == RECURRENT else {}),
-        num_hidden_layers=2,
+        **(_REUSING if kind == REUSING else {"num_hidden_layers": 2}),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=width // 4,

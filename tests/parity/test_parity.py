@@ -11,24 +11,35 @@ import torch
 from tests.errors import worst
 from tests.parity import checks
 from tests.parity.__main__ import LIMIT, OF_EXPERTS
-from tests.parity.mixtures import make_mixture
+from tests.parity.mixtures import REUSING, make_mixture
 
 _LESS_MEMORY = {"activationCheckpointing": "selective", "loss": "dft", "strategy": {"cpuOffload": True}}
 _ONCE = {"labelSmoothing": 0.1, "strategy": {"reduceGradients": "oncePerStep"}}
 
 
 @pytest.mark.parametrize(
-    ("packing", "processes", "chosen"), [("ffd", 2, _LESS_MEMORY), ("none", 1, {}), ("none", 2, _ONCE)]
+    ("packing", "processes", "chosen", "kind"),
+    [
+        ("ffd", 2, _LESS_MEMORY, ""),
+        ("none", 1, {}, ""),
+        ("none", 2, _ONCE, ""),
+        ("ffd", 2, {"activationCheckpointing": "selective"}, REUSING),
+    ],
 )
 def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
-    packing: str, processes: int, chosen: dict[str, Any], tiny_inputs: Any, tmp_path: Path
+    packing: str, processes: int, chosen: dict[str, Any], kind: str, tiny_inputs: Any, tmp_path: Path
 ) -> None:
     inputs = tiny_inputs.model.parent
+    if kind:
+        inputs = make_mixture(inputs, tmp_path / "inputs", kind)
 
-    figures = checks.against_reference(inputs, tmp_path, packing=packing, processes=processes, steps=2, **chosen)
+    figures = checks.against_reference(
+        inputs, tmp_path / "run", packing=packing, processes=processes, steps=2, **chosen
+    )
 
-    # A probability is off by as much of itself as its logarithm is off, which is larger than 1.
-    limit = 3 * LIMIT if chosen.get("loss") == "dft" else LIMIT
+    # A probability is off by as much of itself as its logarithm is off, which is larger than 1; and where scores are not
+    # divided by the root of a head's size, transformers' own two ways part as far in the second step.
+    limit = 3 * LIMIT if chosen.get("loss") == "dft" else 30 * LIMIT if kind else LIMIT
     assert worst(figures.values()) <= limit, figures
 
 

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from .models.causal_lm import CausalLM
+from .models.experts import chosen_experts
+from .models.layer_configs import config_of_window, head_size
 from .models.windows import Chunks, windows
 
 # Dense bf16 peak without sparsity, from the vendors' data sheets, by whole words of the device's name. The first that
@@ -50,9 +52,6 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for board, flops in _PEAK_BF16_FLOPS.items() if words.issuperset(board.split())), None)
 
 
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
-
-
 _ATTENDS_TWICE = ("diffllama",)
 """Types whose layers compute attention of all their queries with one half of the values, and with the other."""
 
@@ -63,10 +62,9 @@ def active_parameters(model: nn.Module, config: Any, counts: Callable[[str], boo
     Routed experts are one tensor of shape (experts, ...) below a module named ``experts``; all are counted where the
     config does not say how many a token is sent to. ``counts`` says by their names which parameters are looked at.
     """
-    chosen = next((getattr(config, name) for name in _EXPERTS_PER_TOKEN if getattr(config, name, None)), None)
-    if isinstance(chosen, list):
-        # Of each layer, all of which are of one size.
-        chosen = sum(chosen) / len(chosen)
+    _, given = chosen_experts(config) or ("", None)
+    # Where each layer has its number, all of them are of one size.
+    chosen = sum(given) / len(given) if isinstance(given, list) else given
     return sum(
         int(parameter.numel() // parameter.shape[0] * min(chosen, parameter.shape[0]))
         if chosen is not None and ".experts." in name
@@ -98,10 +96,17 @@ def training_flops(
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
-    pairs = sum(count * _pairs(lengths, window) for window, count in layers.items())
-    attention: float = 3 * _queries_and_values(config) * pairs
+    attention: float = 3 * _attended(config, layers, lengths)
     states = 18.0 * layers.get(0, 0) * _states(config)
     return (6.0 * matrices - 2.0 * frozen + states) * sum(lengths) + attention
+
+
+def _attended(config: Any, layers: Mapping[int | Chunks | None, int], lengths: Sequence[int]) -> int:
+    """Of all ``layers``, the pairs of tokens of ``_pairs`` times the numbers that each is computed by."""
+    return sum(
+        count * _queries_and_values(config_of_window(config, window)) * _pairs(lengths, window)
+        for window, count in layers.items()
+    )
 
 
 def _queries_and_values(config: Any) -> int:
@@ -109,8 +114,7 @@ def _queries_and_values(config: Any) -> int:
     heads = config.num_attention_heads
     if (value_size := getattr(config, "v_head_dim", None)) is not None:
         return int(heads * (config.qk_head_dim + value_size))
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * heads * head_size * (2 if config.model_type in _ATTENDS_TWICE else 1))
+    return int(2 * heads * head_size(config) * (2 if config.model_type in _ATTENDS_TWICE else 1))
 
 
 def _states(config: Any) -> int:
@@ -135,9 +139,12 @@ class ModelFlops:
         """``blueprint`` is only looked at, and may be on the meta device; ``trains`` names what of it is trained."""
         huggingface: Any = blueprint.huggingface
         self._config = huggingface.config
-        self._parameters = active_parameters(huggingface, self._config)
         embeddings = huggingface.get_input_embeddings().weight
-        looked_up = set() if self._config.tie_word_embeddings else {embeddings}
+        # Those of positions, or of each block: whatever the head is, they are looked up.
+        others = {each.weight for each in huggingface.modules() if isinstance(each, nn.Embedding)} - {embeddings}
+        beside = {name for name, parameter in huggingface.named_parameters() if parameter in others}
+        self._parameters = active_parameters(huggingface, self._config, lambda name: name not in beside)
+        looked_up = others if self._config.tie_word_embeddings else {embeddings, *others}
         multiplied = {name for name, parameter in huggingface.named_parameters() if parameter not in looked_up}
         self._frozen = active_parameters(
             huggingface, self._config, lambda name: name in multiplied and not trains(name)
@@ -147,11 +154,11 @@ class ModelFlops:
         self._embedding_parameters = embeddings.numel()
         first = blueprint.first_trained(trains)
         # Weights whose input needs no gradient, as nothing trained comes before them: those up to the first that is
-        # trained, as a model has its modules in the order in which it computes. Within a layer that order is another:
-        # in the first with trained weights all are counted with it, at most 2 too much for each weight of one layer.
-        # Embeddings are multiplied with as the head only, behind all.
-        behind = {embeddings, *blueprint.blocks[first:].parameters()}
-        named = [*huggingface.named_parameters()]
+        # trained, in the order in which the model computes. Within a layer that order is another: in the first with
+        # trained weights all are counted with it, at most 2 too much for each weight of one layer. Embeddings are
+        # multiplied with as the head only, behind all.
+        behind = {embeddings, *others, *blueprint.blocks[first:].parameters()}
+        named = blueprint.in_order()
         until = next((number for number, (name, _) in enumerate(named, 1) if trains(name)), 0)
         before_all = {name for name, parameter in named[:until] if parameter not in behind}
         self._without_input_gradient = active_parameters(huggingface, self._config, before_all.__contains__)
@@ -171,10 +178,9 @@ class ModelFlops:
     def _left_out(self, lengths: Sequence[int]) -> float:
         """Of these FLOPs those that no backward pass has: 2 of each weight whose input needs no gradient, and two
         thirds of the attention, linear or not, of layers that no gradient comes to."""
-        pairs = sum(count * _pairs(lengths, window) for window, count in self._forward_layers.items())
         states = 12.0 * self._forward_layers[0] * _states(self._config)
         weights = 2.0 * self._without_input_gradient
-        return (weights + states) * sum(lengths) + 2.0 * _queries_and_values(self._config) * pairs
+        return (weights + states) * sum(lengths) + 2.0 * _attended(self._config, self._forward_layers, lengths)
 
     def share_of_peak(self, flops: float, device_seconds: float) -> float | None:
         """Of what devices could compute in ``device_seconds`` of them all; None where that is not known."""

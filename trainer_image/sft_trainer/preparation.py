@@ -90,7 +90,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
             "adapters of other layers that are called so: name them in lora.excludeModules, or set export.mergeAdapter"
         )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
-    attention = choose_attention(model.huggingface, device, computed, _key_repeats(spec, model.huggingface.config))
+    attention = choose_attention(model.huggingface, device, computed, _key_repeats(spec))
     if attention.used:
         reporter.say("FlashAttention 4 computes %s", attention.used)
     if attention.not_used:
@@ -100,13 +100,13 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled, adapters)
 
 
-def _key_repeats(spec: SFTJobSpec, config: Any) -> int:
-    """How many of the processes that share tokens of a model of transformers' ``config`` have each head of keys."""
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+def _key_repeats(spec: SFTJobSpec) -> Callable[[int], int]:
+    """How many of the processes that share tokens have each head of keys, of so many."""
     megatron = megatron_of(spec)
     if megatron is None:
-        return key_repeats(heads, spec.sequence_parallel)
-    return key_repeats(max(1, heads // megatron.tensor_parallel_degree), megatron.context_parallel_degree)
+        return lambda heads: key_repeats(heads, spec.sequence_parallel)
+    tensor, context = megatron.tensor_parallel_degree, megatron.context_parallel_degree
+    return lambda heads: key_repeats(max(1, heads // tensor), context)
 
 
 def _uncompiled(config: TrainerConfig, huggingface: Any, device: torch.device, computed: torch.dtype) -> str:

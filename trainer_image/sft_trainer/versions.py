@@ -28,6 +28,9 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _REMEMBERED_ALLOCATIONS = 200_000
 """Some hundred bytes of host memory each; a step of an 8B model makes some 20,000."""
 
+_KINDS_OF_LAYERS = 64
+"""That a compiler is let have code for, at most: Gemma 4 has up to six, each in training and in evaluations."""
+
 _FLASH_ATTENTION = "flash_attn"
 
 _INSTEAD = "sft_in_place_of"
@@ -309,7 +312,9 @@ def activated(numbers: "torch.Tensor", activation: str | None) -> "torch.Tensor"
 
 def router_of(model: Any) -> tuple[type, int] | None:
     """The class of the routers of the Hugging Face ``model``, and where in what they return their logits are."""
-    known: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    # Its decoder's, where the type has none for the model with a head.
+    recorded = getattr(model, "_can_record_outputs", None) or getattr(model.base_model, "_can_record_outputs", None)
+    known: Any = (recorded or {}).get("router_logits")
     kind = getattr(known, "target_class", None)
     return None if kind is None else (kind, known.index)
 
@@ -322,6 +327,14 @@ def keep_what_layers_tell() -> None:
     import torch._dynamo
 
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+def compile_many_kinds() -> None:
+    """Have layers that differ in what they hold be compiled each, in training and in evaluations, all by one forward
+    pass: of more than 8 the others would be left as they are without a word."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _KINDS_OF_LAYERS)
 
 
 def leave_what_cannot_be_compiled(leaves: bool) -> None:

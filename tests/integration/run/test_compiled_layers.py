@@ -25,7 +25,7 @@ from tests.bins import random_bin
 from tests.parity.runs import fork_workers, manifest, resolve, step_records
 from tests.tensors import gathered
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
-from tests.unit.trainer.test_models import save_model
+from tests.unit.trainer.test_models import GEMMA_4_REUSING, save_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -120,6 +120,9 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         # Its first layer is dense.
         ("glm4_moe", {}, None, {}, 4),
         ("ernie4_5_moe", {}, None, BALANCED, 4),
+        # Layers of four kinds, which hand keys and values on.
+        ("gemma4_text", GEMMA_4_REUSING, {"rank": 4}, {"activationCheckpointing": "full"}, 10),
+        ("gemma4_text", {}, None, {}, 4),
     ],
 )
 def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compiled_after_the_start(
@@ -143,14 +146,16 @@ def test_numbers_are_those_of_layers_that_are_not_compiled_and_nothing_is_compil
     assert compiler.frame_count == expected
     assert all(parameter.grad is None for parameter in compiled.model.parameters())
 
-    # When bins of all sizes go through both: losses, gradients, steps, evaluations between them
+    # When bins of all sizes go through both: losses, gradients, steps, evaluations between them. Where scores are not
+    # divided by the root of a head's size rounding has more weight.
+    rounding = 3e-5 if kind == "gemma4_text" else 1e-5
     for number, bin_ in enumerate(BINS):
         losses = [one.forward_backward([bin_], 50, 50) for one in (plain, compiled)]
         torch.testing.assert_close(*losses, rtol=2e-6, atol=1e-5)
         right, found = trained_gradients(plain), trained_gradients(compiled)
         assert right.keys() == found.keys()
         for name, gradient in right.items():
-            assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+            assert (found[name] - gradient).norm() <= rounding * gradient.norm() + 1e-7, name
         for one in (plain, compiled):
             one.apply(1e-3, 1.0, one.grad_norm(), torch.tensor(True))
         if number % 2:

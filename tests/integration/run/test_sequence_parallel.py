@@ -26,7 +26,7 @@ from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place, step_numbers
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
-from tests.unit.trainer.test_models import save_mixture
+from tests.unit.trainer.test_models import GEMMA_4_REUSING, save_mixture
 from tests.waiting import PATIENCE_SECONDS
 
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
@@ -60,6 +60,9 @@ class Case:
     fsdp: dict[str, Any] = field(default_factory=dict)
     shard: int | None = None
     """Processes that hold one copy of the model, all when None."""
+    rounding: float = 5e-6
+    """The most that any figure may be off: of a model whose scores are not divided by the root of a head's size the
+    first step is off by 3e-7, and the second by more than of others."""
     at_once: int = 1
     """Bins for which there is memory in one forward pass."""
 
@@ -93,6 +96,9 @@ CASES = {
     ),
     "heads of values of another size, and corrections of routers": Case(2, 2, "deepseek_v3"),
     "chunks, and temperatures by positions": Case(2, 2, "llama4_text"),
+    "keys and values of other layers, full": Case(
+        2, 2, "gemma4_text", GEMMA_4_REUSING, {"training": {"activationCheckpointing": "full"}}, rounding=5e-5
+    ),
     "capped scores": Case(2, 2, "gemma2", {"sliding_window": 4}),
     "several bins at once, with noise": Case(2, 2, spec={"training": {"neftuneNoiseAlpha": 30}}, at_once=3),
     "the loss of routers, compiled": Case(2, 2, "qwen3_moe", spec={"training": {**BALANCED, "compile": True}}),
@@ -197,7 +203,7 @@ def test_numbers_are_those_of_processes_that_share_no_tokens(name: str, tmp_path
     save_mixture(case.kind, tmp_path / "model", **case.model)
 
     for errors in ranks.run(case.processes, tmp_path, _compared, case, tmp_path / "model", seconds=_PATIENCE_SECONDS):
-        assert worst(errors.values()) <= 5e-6, errors
+        assert worst(errors.values()) <= case.rounding, errors
 
 
 def test_a_run_goes_on_with_shared_tokens_and_without(undisturbed: Place, place: Place) -> None:

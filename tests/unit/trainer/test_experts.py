@@ -288,6 +288,8 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
         names = [name.replace("mlp", "feed_forward") for name in names]
     if kind in LATENT:
         names = [name.replace("q_proj", "kv_b_proj") for name in names]
+    if kind == "gemma4_text":
+        names = [name.replace(".mlp.experts", ".experts") for name in names]
     lora = {"rank": 4, "targetModules": names, **({"expertRank": 3} if len(names) > 1 else {})}
     spec = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora=lora)).spec
     assert spec.lora is not None

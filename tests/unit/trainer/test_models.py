@@ -50,10 +50,10 @@ def save_model(kind: str, path: Path, **options: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-        # What is no weight corrects the choices of routers: as 0 it would change none.
+        # What is no weight corrects the choices of routers, or scales a layer: as 0, or 1, it would change nothing.
         corrections = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         for value in [*corrections, *stored_buffers(model).values()]:
-            value.copy_(torch.randn_like(value) * 0.2)
+            value.add_(torch.randn_like(value) * 0.2)
     model.save_pretrained(path)
     return model
 
@@ -85,6 +85,22 @@ YARN = {
     "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 8,
 }
+# As the smallest are: the last layers use keys and values of those before them, and have wider MLPs.
+GEMMA_4_REUSING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 4,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 0.5,
+    "enable_moe_block": False,
+}
+# As the largest: the last layer has fewer heads of keys, which are its values too.
+GEMMA_4_EXPERTS = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0,
+}
 OTHERWISE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
@@ -108,6 +124,8 @@ OTHERWISE: list[tuple[str, dict[str, Any]]] = [
     ("minicpm3", {"dim_model_base": 12}),
     ("afmoe", {"mup_enabled": True, "route_scale": 2.0}),
     ("mellum", {"norm_topk_prob": False, "mlp_layer_types": ["dense", "sparse"]}),
+    ("gemma4_text", GEMMA_4_REUSING),
+    ("gemma4_text", GEMMA_4_EXPERTS),
 ]
 
 
@@ -153,10 +171,12 @@ def test_loss_and_gradients_equal_the_eager_model(
     wanted = {name: p.grad for name, p in reference.named_parameters() if p.requires_grad}
     assert gradients.keys() == wanted.keys()
     whole = torch.nn.utils.get_total_norm(wanted.values())
+    # Where scores are not divided by the root of a head's size transformers' own two ways differ by up to 1e-5.
+    rounding = 2e-5 if kind.startswith("gemma4") else 2e-6
     for name, gradient in wanted.items():
         # Some are sums that nearly cancel, as that of a key's bias does: what rounding leaves is not of their size.
-        assert (gradients[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-8 * whole, name
-    torch.testing.assert_close(norm, whole, rtol=1e-6, atol=0)
+        assert (gradients[name] - gradient).norm() <= rounding * gradient.norm() + 1e-8 * whole, name
+    torch.testing.assert_close(norm, whole, rtol=rounding / 2, atol=0)
 
 
 # In all layers, in the second alone as two kinds of configs have it, and where no layer may read it.

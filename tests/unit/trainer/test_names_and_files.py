@@ -32,6 +32,14 @@ GATED_DELTA_NETS = {
     "linear_value_head_dim": 6,
     "shared_expert_intermediate_size": 6,
 }
+GEMMA_4 = {
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "hidden_size_per_layer_input": 4,
+    "vocab_size_per_layer_input": 32,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+}
 KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("phi3", {}),
@@ -51,6 +59,7 @@ KINDS = [
     ("afmoe", {**EXPERTS, "num_dense_layers": 1}),
     ("hy_v3", {**EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
     ("ernie4_5_moe", {"moe_num_experts": 3, "moe_k": 2, "moe_intermediate_size": 6}),
+    ("gemma4_text", {**EXPERTS, **GEMMA_4}),
     ("qwen3_5_text", GATED_DELTA_NETS),
     ("qwen3_5_moe_text", {**EXPERTS, **GATED_DELTA_NETS}),
     ("qwen3_next", {**EXPERTS, **GATED_DELTA_NETS}),

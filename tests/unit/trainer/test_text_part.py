@@ -1,6 +1,7 @@
 """Models of images and texts: their text part is trained, and the whole of them is exported."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
 }
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
-UNCOUNTED = ("glm4v_moe", "llama4")
+UNCOUNTED = ("gemma4", "glm4v_moe", "llama4")
 """Of their text parts there is no formula."""
 
 
@@ -108,8 +109,10 @@ def test_loss_and_gradients_equal_those_of_the_whole_model(
     found = {model.module_of_whole(name): gathered(p.grad) for name, p in model.huggingface.named_parameters()}
     assert found.keys() == wanted.keys()
     size = torch.nn.utils.get_total_norm(wanted.values())
+    # Scores are not divided by the root of a head's size there: transformers' own two ways differ by 1e-5.
+    rounding = 2e-5 if kind == "gemma4" else 2e-6
     for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-8 * size, name
+        assert (found[name] - gradient).norm() <= rounding * gradient.norm() + 1e-8 * size, name
 
 
 # As transformers names its modules; of the other kinds the files that it saves are called so already.
@@ -163,11 +166,15 @@ def test_files_may_have_experts_turned_or_not(tmp_path: Path) -> None:
         build(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llama4"])
 def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
     # Given a published model in bf16, with what belongs to its images, in a few files
     source, out = tmp_path / "model", tmp_path / "out"
     save_whole(kind, source, torch.bfloat16)
+    unused: set[str] = set()
+    if kind == "gemma4":
+        unused = add_unused_keys(source)
+        assert unread_tensors(build_on_meta(source), source) == []
     weights = load_file(source / "model.safetensors")
     weights["vision_tower.calls"] = torch.tensor(3)
     weights["vision_tower.unused"] = torch.tensor([float("nan"), 1.0])
@@ -181,6 +188,9 @@ def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
 
     # Then the files are those of the whole: what was not trained to the last bit
     found = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for scale in [name for name in weights if name.endswith("layer_scalar")]:
+        # What is no weight is never rounded: it has the same value in fp32.
+        assert torch.equal(found.pop(scale), weights.pop(scale).float())
     assert {name: (value.dtype, value.shape) for name, value in found.items()} == {
         name: (value.dtype, value.shape) for name, value in weights.items()
     }
@@ -189,7 +199,7 @@ def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
         same = (
             torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) if value.shape else found[name] == value
         )
-        assert same == (not place.has(name)), name
+        assert same == (not place.has(name) or name in unused), name
     assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
     assert (out / "preprocessor_config.json").read_text() == '{"image_mean": [0.5]}'
     # And it makes of texts what was trained, and of images what it did
@@ -205,6 +215,9 @@ def test_the_export_is_the_whole_model(tmp_path: Path, kind: str) -> None:
 
 def images_of(kind: str) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
+    if kind == "gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4))
+        return {"pixel_values": torch.randn(1, 16, 3 * 4 * 4, generator=generator), "image_position_ids": places[None]}
     if kind.startswith("qwen"):
         pixels = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -220,6 +233,20 @@ def features(whole: Any, images: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     pieces = found.last_hidden_state if pieces is None else pieces
     pieces = [*pieces] if isinstance(pieces, list | tuple) else [pieces]
     return [piece for piece in pieces if isinstance(piece, torch.Tensor)]
+
+
+def add_unused_keys(folder: Path) -> set[str]:
+    """Give layers of Gemma 4 that use keys and values of others tensors for their own, as published files do; their
+    names."""
+    weights = load_file(folder / "model.safetensors")
+    unused = {
+        name.replace(f".layers.{layer}.", f".layers.{layer + 2}."): value + 1
+        for layer in (0, 1)
+        for name, value in weights.items()
+        if re.search(rf"language_model\.layers\.{layer}\.self_attn\.(k_|v_)", name)
+    }
+    save_file(weights | unused, folder / "model.safetensors", {"format": "pt"})
+    return {*unused}
 
 
 def test_an_export_alone_fetches_the_whole_model(tmp_path: Path) -> None:
@@ -279,6 +306,8 @@ def test_a_run_goes_on_beside_the_other_parts_that_it_began_with_and_no_others(t
         ("gemma3", 14, LORA),
         ("qwen3_vl", 14, LORA),
         ("qwen3_5", 15, LORA),
+        # Of four layers two have all nine, two no keys and values of their own; one more makes inputs for all.
+        ("gemma4", 33, LORA),
         ("qwen3_vl_moe", 8, LORA),
         ("glm4v_moe", 14, LORA),
         ("llama4", 16 + 2 * 3 + 2 * 3 + 2 * 2, {**LORA, "targetModules": ["all-linear", "experts"]}),
@@ -320,17 +349,22 @@ def test_adapters_are_beside_the_whole_model_for_peft_and_are_read_back(
     assert torch.equal(packed_loss(again.model), packed_loss(ours.model))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
-def test_sft_counts_what_is_trained_of_the_text_part(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("gemma3", 14), ("gemma4", 33), ("mistral3", 14), ("qwen2_5_vl", 14), ("qwen3_vl", 14)]
+)
+def test_sft_counts_what_is_trained_of_the_text_part(tmp_path: Path, kind: str, layers: int) -> None:
     source = tmp_path / "model"
     save_whole(kind, source)
+    if kind == "gemma4":
+        # As they are published: keys and values also of layers that use those of others.
+        add_unused_keys(source)
     spec = resolve(job(source, tmp_path / "store", model={"uri": f"file://{source}"}, lora=LORA)).spec
     huggingface = build_on_meta(source).huggingface
     own = sum(parameter.numel() for parameter in huggingface.parameters())
     add_adapters(huggingface, LoraSpec.model_validate(LORA))
     added = sum(parameter.numel() for parameter in huggingface.parameters()) - own
 
-    assert measure_trained(spec) == Trained(added, own, 14, 0, "the files of model.uri")
+    assert measure_trained(spec) == Trained(added, own, layers, 0, "the files of model.uri")
 
 
 def test_adapters_in_the_weights_are_in_those_of_the_whole(tmp_path: Path) -> None:

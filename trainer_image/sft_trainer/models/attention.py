@@ -3,7 +3,7 @@
 The model calls the registered function with the boundaries among its keyword arguments: variable-length kernels on
 the GPU, one operator for all documents on the CPU (``documents``), and one causal attention per document where neither
 can be: on the GPU in fp32, with dropout, and on the CPU where values have a size of their own. What no kernel has, a
-cap on the scores and sinks, is computed in plain torch (``explicit_attention``).
+cap on the scores, sinks, and on the GPU heads of more than 256, is computed in plain torch (``explicit_attention``).
 Whatever it does not know is refused, because an argument that is silently dropped trains a different model.
 """
 
@@ -20,7 +20,7 @@ from sft_trainer.versions import variable_length_attention
 from .documents import attend, window_mask
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly
-from .flash_attention import attend_on_gpu, kind_of, serves
+from .flash_attention import Kind, attend_on_gpu, kind_of, serves
 from .llama4 import at_temperature, in_chunks
 from .windows import held
 
@@ -151,11 +151,11 @@ def document_attention(
     kind = kind_of(query, key, value, sliding_window, softcap, s_aux)
     if not dropout and serves(query.device, query.dtype, kind):
         return _on_gpu(query, key, value, s_aux, scaling, sliding_window, softcap, arguments), None
-    if softcap is not None or s_aux is not None:
+    if goes_by_blocks(kind, query.device.type, query.dtype):
         if dropout:
             raise ModelError(
-                f"{type(module).__name__} has attention dropout beside sinks or capped scores, which is not supported: "
-                f"{_WITHOUT_DROPOUT}"
+                f"{type(module).__name__} has attention dropout beside sinks, capped scores or heads of "
+                f"{query.shape[-1]}, which is not supported: {_WITHOUT_DROPOUT}"
             )
         output = attend_explicitly(query, key, value, s_aux, document_ends, scaling, sliding_window, softcap)
         return output, None
@@ -164,6 +164,15 @@ def document_attention(
     if query.device.type == "cpu" and not dropout and query.shape[-1] == value.shape[-1]:
         return attend(query, key, value, document_ends, scaling, sliding_window), None
     return _per_document(query, key, value, document_ends.diff().tolist(), dropout, scaling, sliding_window), None
+
+
+def goes_by_blocks(kind: Kind, device_type: str, dtype: torch.dtype) -> bool:
+    """Whether no kernel of torch computes attention of this ``kind`` on such a device: it is done in plain torch.
+
+    Those of a CPU, and those for fp32, take heads of any size.
+    """
+    has_any_size = device_type != "cuda" or dtype not in _VARLEN_DTYPES
+    return kind.cap is not None or kind.sinks or not (has_any_size or kind.has_kernel_of_torch)
 
 
 def _per_document(

@@ -1,7 +1,7 @@
 """Which kernels compute attention on this GPU: the fastest that are seen to be right for the heads of a model."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,10 +46,13 @@ NOTHING_CHOSEN = Chosen("", "")
 """Where it is not to be used, or not there."""
 
 
-def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_repeats: int = 1) -> Chosen:
+def choose_attention(
+    model: Any, device: torch.device, dtype: torch.dtype, key_repeats: Callable[[int], int] = lambda keys: 1
+) -> Chosen:
     """Have attention of ``model`` (on the meta device), computed in ``dtype``, go by FlashAttention 4 where it can.
 
-    Each head of its keys goes to ``key_repeats`` processes, where some share tokens: so many fewer share it in each.
+    Where some processes share tokens each of so many heads of keys goes to ``key_repeats`` of them: so many fewer
+    share it in each.
     That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
     random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
     compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has broken what CUDA holds of
@@ -60,7 +63,7 @@ def choose_attention(model: Any, device: torch.device, dtype: torch.dtype, key_r
     if device.type != flash_attention.DEVICE_TYPE or dtype != flash_attention.DTYPE:
         return NOTHING_CHOSEN
     wanted = there and os.environ.get(VARIABLE) != "off" and is_made_for(device)
-    kinds = {kind.shared_by(key_repeats) for kind in attention_of(model)}
+    kinds = attention_of(model, key_repeats)
     used, reasons = set[Kind](), list[str]()
     for kind in kinds if wanted else ():
         try:

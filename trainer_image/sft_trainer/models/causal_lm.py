@@ -32,6 +32,8 @@ from .text_part import Whole, build_whole, causal_class, is_tied, published_conf
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
 _FILE_OF_MODULE = re.compile(r"(?<=') from '[^']*'(?=>)")
+_INPUTS_OF_BLOCKS = "per_layer"
+"""What names of those modules of Gemma 4's decoder have in common; it makes them behind its blocks."""
 _OF_OTHER_HEADS = ("classifier", "summary")
 """How the names of those begin that heads read which no causal language model has: GPT-NeoX has 0.1 of one."""
 
@@ -145,16 +147,23 @@ class CausalLM(nn.Module):
         """Which of the blocks is the first that a gradient comes to, where ``trains`` says what is trained: their
         number where none does, as only what follows them is, such as the head; 0 where nothing is.
 
-        A model has its modules in the order in which it computes; a head that is tied is the embeddings.
+        A head that is tied is the embeddings.
         """
         places = {parameter: place for place, block in enumerate(self.blocks) for parameter in block.parameters()}
         outside, trained = 0, []
-        for name, parameter in self.huggingface.named_parameters():
+        for name, parameter in self.in_order():
             if parameter in places:
                 outside = len(self.blocks)
             if trains(name):
                 trained.append(places.get(parameter, outside))
         return min(trained, default=0)
+
+    def in_order(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters and their names, in the order in which a model computes with them: that of its modules, but
+        for what gives each block an input of its own, which comes before them all."""
+        named = [*self.huggingface.named_parameters()]
+        inside = {*self.blocks.parameters()}
+        return sorted(named, key=lambda each: each[1] in inside or _INPUTS_OF_BLOCKS not in each[0])
 
     def module_of_whole(self, name: str) -> str:
         """What the module or parameter ``name`` is called in the model that is published."""

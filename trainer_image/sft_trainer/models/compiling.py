@@ -7,7 +7,7 @@ the part between their products of matrices is compiled, apart from the layers. 
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
 from sft_trainer.errors import DISK_DENIED, DISK_FULL
 from sft_trainer.loss import CROSS_ENTROPY, Objective, Slopes, slopes
 from sft_trainer.versions import (
+    compile_many_kinds,
     keep_compiled_in,
     keep_what_layers_tell,
     leave_what_cannot_be_compiled,
@@ -46,6 +47,7 @@ def compile_layers(layers: Iterable[nn.Module], *, draws_random_numbers: bool, a
     leave_what_cannot_be_compiled(not asked)
     options: dict[str, Any] = {"fallback_random": True} if draws_random_numbers and BACKEND == "inductor" else {}
     keep_what_layers_tell()
+    compile_many_kinds()
     for layer in layers:
         # Not dynamic=True, by which sizes of heads and all other numbers of the layer would be unknown to the code.
         compiled = torch.compile(layer.forward, backend=BACKEND, options=options or None)
@@ -60,15 +62,18 @@ def _of_any_size(forward: Callable[..., Any]) -> Callable[..., Any]:
     return marked
 
 
-def _mark(values: Iterable[Any]) -> None:
-    """Say which dimension of each tensor counts tokens or documents: (1, tokens, …), or (documents + 1,)."""
+def _mark(values: Iterable[Any], dimension: int = 1) -> None:
+    """Say which dimension of each tensor counts tokens or documents: (1, tokens, …), or (documents + 1,).
+
+    Keys and values that one layer has for others, by names, are (1, heads, tokens, head size).
+    """
     for value in values:
         if isinstance(value, torch.Tensor) and value.ndim:
-            mark_dynamic(value, min(1, value.ndim - 1))
+            mark_dynamic(value, min(dimension, value.ndim - 1))
         elif isinstance(value, tuple | list):
-            _mark(value)
-        elif isinstance(value, dict):
-            _mark(value.values())
+            _mark(value, dimension)
+        elif isinstance(value, Mapping):
+            _mark(value.values(), 2)
 
 
 def compiled_slopes(objective: Objective = CROSS_ENTROPY, *, asked: bool = True) -> Slopes:

@@ -14,6 +14,8 @@ from sft_api.sequence_parallel import heads_problem, key_repeats, layers_problem
 from sft_trainer.distributed import add_to_all, exchanged
 from sft_trainer.errors import ConfigError
 
+from .layer_configs import heads_of_keys, layer_configs
+
 _GROUPS: dict[str, Any] = {}
 """Process groups by the names that operators are given, which take no groups."""
 
@@ -39,7 +41,7 @@ def check_heads(config: Any, degree: int, shard_degree: int) -> None:
     Those that could divide ``shard_degree``, the processes that a copy of the model is sharded over.
     """
     heads: int = config.num_attention_heads
-    keys: int = getattr(config, "num_key_value_heads", None) or heads
+    keys = {heads_of_keys(layer) for layer in layer_configs(config)}
     problem = layers_problem(config.model_type, degree) or heads_problem(heads, keys, degree, shard_degree)
     if problem:
         raise ConfigError(problem)

@@ -31,6 +31,7 @@ PROVEN = (
     "ernie4_5_moe",
     "exaone_moe",
     "flex_olmo",
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "glm4v_moe_text",
@@ -56,7 +57,8 @@ PROVEN = (
 _BIASED = ("gpt_oss",)
 _UNBALANCED = (llama4.KIND,)
 """Types whose config has a coefficient, and for which transformers computes no loss of routers."""
-_CHOSEN = "num_experts_per_tok"
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+"""Fields of a config by one of which it says how many experts a token is sent to, or by an alias of the first."""
 _TOKENS = 12
 
 
@@ -103,6 +105,13 @@ def keep_corrections(model: Any) -> None:
                 module.register_buffer(name, parameter.detach())
 
 
+def chosen_experts(config: Any) -> tuple[str, Any] | None:
+    """What config.json calls the number of experts that a token is sent to, and what it says of it, for all layers or
+    for each; None where ``config``, of transformers, has no such field."""
+    name = next((name for name in _CHOSEN if hasattr(config, name)), None)
+    return None if name is None else (getattr(config, "attribute_map", {}).get(name, name), getattr(config, name))
+
+
 def check_experts(model: Any) -> None:
     """Raise ``ModelError`` where the experts of ``model``, on the meta device, would not be trained exactly."""
     kind = model.config.model_type
@@ -113,8 +122,7 @@ def check_experts(model: Any) -> None:
             f"a model of type {kind!r} sends tokens to experts in a way that is not known to be trained exactly here: "
             f"choose a dense model, or a mixture of experts of type {', '.join(PROVEN)}"
         )
-    field = getattr(model.config, "attribute_map", {}).get(_CHOSEN, _CHOSEN)
-    given = getattr(model.config, _CHOSEN)
+    field, given = chosen_experts(model.config) or (_CHOSEN[0], None)
     for name, parameter in stacked_parameters(model):
         # A type may have a number for each layer.
         for chosen in given if isinstance(given, list) else [given]:

@@ -1,4 +1,4 @@
-"""Causal attention within every document with what no kernel of torch has: a cap on its scores, and sinks.
+"""Causal attention within every document with what no kernel of torch has: a cap on its scores, sinks, wide heads.
 
 Scores are computed in blocks of rows, forwards, and again backwards: so many at a time that what is held does not grow
 with the square of a document. Plain torch, the same on any device; one operator, which a compiler does not look into.

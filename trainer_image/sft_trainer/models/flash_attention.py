@@ -18,6 +18,8 @@ from .explicit_attention import empty_gradients
 DEVICE_TYPE = "cuda"
 DTYPE = torch.bfloat16
 """The only one that the kernels are used in."""
+_WIDEST = 256
+"""Numbers of a head: torch's kernel for documents takes no more."""
 
 
 class Kind(NamedTuple):
@@ -32,11 +34,6 @@ class Kind(NamedTuple):
     cap: float | None
     sinks: bool
 
-    def shared_by(self, processes: int) -> "Kind":
-        """The same where each head of keys goes to so many processes, and the heads that share it with it."""
-        sharing = self.sharing // processes
-        return Kind(sharing, self.size, self.value_size, self.windowed, self.cap, self.sinks)
-
     @property
     def words(self) -> str:
         """What it is, for people."""
@@ -49,7 +46,7 @@ class Kind(NamedTuple):
     @property
     def has_kernel_of_torch(self) -> bool:
         """Whether torch's own kernel is used where this one is not."""
-        return self.cap is None and not self.sinks
+        return self.cap is None and not self.sinks and max(self.size, self.value_size) <= _WIDEST
 
 
 _USED: dict[Kind, bool] = {}

@@ -8,7 +8,7 @@ without a word.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from . import llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 from .flash_attention import Kind
 from .gated_delta import has_gated_delta_nets
+from .layer_configs import head_size, heads_of_keys, layer_configs, varying
 from .windows import held
 
 _SUPPORTED_LAYERS: tuple[str, ...] = ("full_attention", "sliding_attention")
@@ -33,6 +34,8 @@ _WIDTH = 32
 _HEADS = 2
 _EXPERTS = 4
 _MOST_LAYERS = 4
+_REUSING = "num_kv_shared_layers"
+"""Of a config: so many of the last layers use keys and values of the last one of their type before these."""
 _MOST_PARAMETERS = 100_000_000
 _DOCUMENTS = (5, 7, 6)
 _FIRST = 3
@@ -44,6 +47,7 @@ _TOLERANCE = 1e-4
 # Everything else stays as it is: a smaller head size or fewer frequencies would not fit the rotary parameters.
 _SMALL: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
+    "vocab_size_per_layer_input": _VOCABULARY,
     "intermediate_size": _WIDTH,
     "moe_intermediate_size": _WIDTH,
     "shared_expert_intermediate_size": _WIDTH,
@@ -55,6 +59,7 @@ _SMALL: dict[str, Any] = {
     "num_local_experts": _EXPERTS,
     "n_routed_experts": _EXPERTS,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
@@ -138,7 +143,7 @@ def check_trains_on(model: Any, device: torch.device, dtype: torch.dtype) -> Non
             ) from error
         given, other = ("bf16", "fp32") if dtype == torch.bfloat16 else ("fp32", "bf16")
         raise ConfigError(
-            f"a model of type {model.config.model_type!r} with heads of {_head_size(model.config)} cannot be trained "
+            f"a model of type {model.config.model_type!r} with heads of {_head_sizes(model.config)} cannot be trained "
             f"in {given} on {name} with PyTorch {torch.__version__}: set training.precision: {other}, or use another "
             f"kind of GPU ({type(error).__name__}: {text})"
         ) from error
@@ -162,15 +167,20 @@ def _output(model: Any) -> torch.Tensor:
     return output
 
 
-def attention_of(model: Any) -> frozenset[Kind]:
-    """The kinds of attention in the layers of ``model`` (on the meta device), with as many heads for each of keys."""
+def attention_of(model: Any, key_repeats: Callable[[int], int] = lambda keys: 1) -> frozenset[Kind]:
+    """The kinds of attention in the layers of ``model`` (on the meta device), with as many heads for each of keys.
+
+    Of so many heads of keys each goes to ``key_repeats`` processes, which share those of queries that go with it.
+    """
     from transformers import AttentionInterface
 
-    config, found = model.config, set[Kind]()
-    sharing = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    found, layers = set[Kind](), layer_configs(model.config)
+    sharing = [layer.num_attention_heads // (keys := heads_of_keys(layer)) // key_repeats(keys) for layer in layers]
+    # As the small one has them.
+    sharing = [sharing[index] for index in _chosen(model.config)] if len(layers) > 1 else sharing
 
     def look(
-        module: nn.Module,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -181,7 +191,8 @@ def attention_of(model: Any) -> frozenset[Kind]:
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
         window = held(module) if sliding_window is None else sliding_window
-        found.add(Kind(sharing, query.shape[-1], value.shape[-1], window is not None, softcap, s_aux is not None))
+        shared = sharing[module.layer_idx] if len(sharing) > 1 else sharing[0]
+        found.add(Kind(shared, query.shape[-1], value.shape[-1], window is not None, softcap, s_aux is not None))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     small = small_model(model)
@@ -248,33 +259,50 @@ def _of_config(model: Any, config: Any) -> Any:
 
 
 def _small_config(config: Any) -> Any:
-    count = config.num_hidden_layers
-    per_layer = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
-    chosen = _different(list(zip(*per_layer.values(), strict=True)) or [()] * count)
+    chosen, own = _chosen(config), varying(config)
     small = copy.deepcopy(config)
-    for name, value in per_layer.items():
+    for name, value in _per_layer(config).items():
         setattr(small, name, [value[i] for i in chosen])
+    layers = layer_configs(config)
+    if own:
+        # What layers say for themselves would be read of none of the others.
+        small.per_layer_config = None
     # Behind those of each layer: a config may have the experts of a token so.
     for name, value in _SMALL.items():
-        if hasattr(config, name):
+        if hasattr(small, name):
             setattr(small, name, value)
     small.num_hidden_layers = len(chosen)
-    small.hidden_size = _HEADS * _head_size(config)
+    small.hidden_size = _HEADS * head_size(layers[0])
+    if reusing := getattr(config, _REUSING, 0):
+        setattr(small, _REUSING, sum(index >= config.num_hidden_layers - reusing for index in chosen))
+    if own:
+        small.per_layer_config = {
+            place: {name: _SMALL.get(name, getattr(layers[index], name)) for name in own}
+            for place, index in enumerate(chosen)
+        }
     return small
 
 
-def _head_size(config: Any) -> int:
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return size
+def _per_layer(config: Any) -> dict[str, list[Any]]:
+    """Fields of ``config`` with as many values as there are layers."""
+    count = config.num_hidden_layers
+    return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
 
 
-def _different(layers: Sequence[Any]) -> list[int]:
-    """Indices of the first layer of every kind, and of two layers at least where there are so many."""
+def _chosen(config: Any) -> list[int]:
+    """Which layers of ``config`` a small one has: the first of every kind, and two at least where there are so many."""
+    count, own = config.num_hidden_layers, sorted(varying(config))
+    reused = count - getattr(config, _REUSING, 0)
+    said = [[getattr(layer, name) for name in own] for layer in layer_configs(config)] if own else [[]] * count
+    lists = list(zip(*_per_layer(config).values(), strict=True)) or [()] * count
     kinds: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        kinds.setdefault(repr(layer), index)
-    chosen = list(kinds.values())[:_MOST_LAYERS]
-    return sorted({*chosen, *range(min(2, len(layers)))})
+    for index, kind in enumerate(zip(lists, said, strict=True)):
+        kinds.setdefault(repr((kind, index >= reused)), index)
+    return sorted({*list(kinds.values())[:_MOST_LAYERS], *range(min(2, count))})
+
+
+def _head_sizes(config: Any) -> str:
+    return " and ".join(map(str, sorted({head_size(layer) for layer in layer_configs(config)})))
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ class Whole:
     files: Place
     """What its tensors are called in the files of the whole."""
     linear: tuple[str, ...]
-    """Names of all linear layers of the other parts."""
+    """Names of all linear layers of the other parts, and of what wraps one."""
 
 
 def published_config(path: Path) -> Any:
@@ -123,14 +123,18 @@ def whole_of(config: Any, whole: Any, text: Any, logits: Logits, path: Path) -> 
     canonical_head = names.stored(f"{text_head}.weight").removesuffix(".weight")
     stored = Place(modules.decoder, (canonical_head, heads[0]))
     linear = tuple(
-        name
-        for name, module in whole.named_modules()
-        if isinstance(module, nn.Linear) and not modules.has(f"{name}.weight")
+        name for name, module in whole.named_modules() if _is_linear(module) and not modules.has(f"{name}.weight")
     )
     _check_same(whole, text, modules, logits)
     stacked = [name for name, weight in text.named_parameters() if ".experts." in name and weight.ndim > 2]
     files = place_in_files(stored, names.stored(f"{embedding}.weight"), stacked, _files(path))
     return Whole(config, type(whole), modules, files, linear)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Gemma 4's tower has them within modules that clip, which are called as layers of its text part are.
+    inside = [*module.children()]
+    return isinstance(module, nn.Linear) or (len(inside) == 1 and isinstance(inside[0], nn.Linear))
 
 
 def _files(path: Path) -> dict[str, Path]:

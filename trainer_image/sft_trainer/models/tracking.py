@@ -17,11 +17,12 @@ import torch
 from sft_api.memory import NOTHING, BlockMemory
 from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 
-from .attention import Boundaries, boundary_arguments, filled_up
+from .attention import Boundaries, boundary_arguments, filled_up, goes_by_blocks
 from .causal_lm import CausalLM
 from .documents import attention_operator
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly, working_bytes
+from .flash_attention import kind_of
 from .gated_delta import has_gated_delta_nets
 
 _STAND_IN = "sft_documents_counted"
@@ -86,7 +87,7 @@ def _attention(
         query, key, value = by_heads(query, key, value, shared_tokens)
         s_aux = None if s_aux is None else sinks_here(s_aux, shared_tokens)
     output: torch.Tensor
-    if softcap is not None or s_aux is not None:
+    if goes_by_blocks(kind_of(query, key, value, None, softcap, s_aux), "cuda", query.dtype):
         output = attend_explicitly(query, key, value, s_aux, document_ends, None, None, softcap)
         output = _Working.apply(output, working_bytes(query, key, value))
     else:
