@@ -37,8 +37,8 @@ def test_loss_gradients_norm_and_evaluation_equal_a_plain_loop(
         inputs, tmp_path / "run", packing=packing, processes=processes, steps=2, **chosen
     )
 
-    # A probability is off by as much of itself as its logarithm is off, which is larger than 1; and where scores are not
-    # divided by the root of a head's size, transformers' own two ways part as far in the second step.
+    # A probability is off by as much of itself as its logarithm is off, which is larger than 1; and where scores are
+    # not divided by the root of a head's size, two right trainers part as far in the second step.
     limit = 3 * LIMIT if chosen.get("loss") == "dft" else 30 * LIMIT if kind else LIMIT
     assert worst(figures.values()) <= limit, figures
 

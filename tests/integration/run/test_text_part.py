@@ -17,11 +17,12 @@ from tests.whole_models import save_whole
 
 
 @pytest.fixture
-def model(place: Place) -> Path:
+def model(place: Place, request: pytest.FixtureRequest) -> Path:
     """Small, with the tokenizer of the tiny model, whose chat template is where older models of images have it."""
-    folder = place.folder / "model"
-    sizes = json.loads((place.inputs.model / "config.json").read_text())
-    save_whole("gemma3", folder, vocab_size=sizes["vocab_size"])
+    folder, kind = place.folder / "model", getattr(request, "param", "gemma3")
+    vocabulary = json.loads((place.inputs.model / "config.json").read_text())["vocab_size"]
+    of_each_block = {"vocab_size_per_layer_input": vocabulary} if kind == "gemma4" else {}
+    save_whole(kind, folder, vocab_size=vocabulary, **of_each_block)
     for file in place.inputs.model.iterdir():
         if "token" in file.name:
             shutil.copy(file, folder)
@@ -47,22 +48,30 @@ def sections(place: Place, model: Path) -> dict[str, Any]:
     }
 
 
+# The second with layers that use keys and values of others.
+@pytest.mark.parametrize("model", ["gemma3", "gemma4"], indirect=True)
 def test_the_text_part_is_trained_and_the_whole_model_exported(place: Place, model: Path) -> None:
     # Given a run of two processes
     ended = place.run(place.job(**sections(place, model)), "--processes", "2")
     assert ended.code == 0, ended.said
     log = "".join(file.read_text() for file in (place.store() / "logs").iterdir())
-    assert "of a model of type gemma3 the text part (gemma3_text) is trained; 34 tensors stay as they are" in log
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    prefix = {"gemma3": "language_model.", "gemma4": "model.language_model."}[kind]
+    before = load_file(model / "model.safetensors")
+    kept = {name for name in before if not name.startswith(prefix)}
+    assert (
+        f"of a model of type {kind} the text part ({kind}_text) is trained; {len(kept)} tensors stay as they are" in log
+    )
 
     # Then plain transformers finds in the whole model the loss that the run has measured
     export = place.store() / "export"
     rows = [json.loads(line) for line in place.inputs.eval.read_text().splitlines()]
     loss, _ = evaluation_of(export, rows, 256)
     assert loss == pytest.approx(ended.status["progress"]["evalLoss"], rel=1e-5)
-    before, after = load_file(model / "model.safetensors"), load_file(export / "model.safetensors")
+    after = load_file(export / "model.safetensors")
     assert before.keys() == after.keys()
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if name.startswith("language_model.")}
+    assert changed == {name for name in before if name not in kept and not name.endswith("layer_scalar")}
     assert {"preprocessor_config.json", "chat_template.jinja"} <= {file.name for file in export.iterdir()}
 
     # And so it is when it is exported later

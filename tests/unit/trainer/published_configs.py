@@ -62,6 +62,21 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
             "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(26)],
         },
     ),
+    # Gemma 4 E2B: the last 20 layers use keys and values of the 15 before them, and each has an input of its own
+    (
+        "gemma4_text",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "layer_types": ["full_attention" if i % 5 == 4 else "sliding_attention" for i in range(35)],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     # Qwen 2.5 7B, with the sliding window that it has but does not use
     (
         "qwen2",
@@ -169,6 +184,27 @@ PUBLISHED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 PUBLISHED_OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    # Gemma 4 26B-A4B: keys of full layers are their values, and have fewer heads
+    (
+        "gemma4_text",
+        {
+            "hidden_size": 2816,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+            "sliding_window": 1024,
+            "final_logit_softcapping": 30.0,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
     # DeepSeek V2 Lite
     (
         "deepseek_v2",

@@ -57,6 +57,7 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("afmoe", EXPERTS),
     ("deepseek_v3", {**EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 16}),
     ("minimax_m2", EXPERTS),
+    ("gemma4_text", {**EXPERTS, "hidden_size_per_layer_input": 64}),
     (
         "qwen3_next",
         {**EXPERTS, "shared_expert_intermediate_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
