@@ -446,3 +446,31 @@ def test_scores_that_are_computed_in_blocks_are_seen_while_they_are_held(
     seen = track("gemma2")
     assert seen.kept == capped.kept
     assert 10**6 - seen.kept <= seen.working <= 10**6 + capped.working
+
+
+def test_keys_and_values_for_other_layers_are_kept_and_wide_heads_go_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given layers of three kinds, twice: the last of those with keys and values of their own have them for the others
+    kinds = ["sliding_attention", "full_attention"]
+    model = model_of(
+        "gemma4_text",
+        head_dim=64,
+        global_head_dim=512,
+        num_hidden_layers=6,
+        layer_types=kinds * 3,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=64,
+    )
+    monkeypatch.setattr(tracking, "working_bytes", lambda *tensors: 10**6 * TOKENS)
+
+    # When all is computed again
+    def full(copied: CausalLM) -> None:
+        checkpoint_activations(copied, "full")
+
+    seen = track_blocks(model, torch.bfloat16, lambda name: True, TOKENS, full)
+
+    # Then an input is kept of every layer, and keys and values, of 4 heads, of one of each kind
+    inputs = 2 * SIZES["hidden_size"]
+    keys_and_values = {windowed: 2 * 2 * 4 * size for windowed, size in ((True, 64), (False, 512))}
+    for windowed, more in keys_and_values.items():
+        kept = sorted(block.kept for block in seen.elements() if (block.working < 10**6) == windowed)
+        assert kept == pytest.approx([inputs, inputs, inputs + more], abs=32)

@@ -9,8 +9,15 @@ import torch
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
-from sft_trainer.models.attention import Boundaries, _per_document, boundary_arguments, document_attention
+from sft_trainer.models.attention import (
+    Boundaries,
+    _per_document,
+    boundary_arguments,
+    document_attention,
+    goes_by_blocks,
+)
 from sft_trainer.models.documents import attend, attention_operator, gradients_operator
+from sft_trainer.models.flash_attention import Kind
 
 LENGTHS = (5, 1, 12, 2)
 
@@ -54,6 +61,23 @@ def test_a_compiler_is_told_the_shapes_strides_and_gradients_that_there_are(
     output, logarithms = attention_operator(query, key, value, ends, 0.3, 6)
     plain = [tensor.detach() for tensor in (upstream, query, key, value, output, logarithms)]
     library.opcheck(gradients_operator, (*plain, ends, 0.3, 6))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "cap", "sinks", "by_blocks"),
+    [
+        ("cuda", torch.bfloat16, 256, None, False, False),
+        ("cuda", torch.bfloat16, 512, None, False, True),
+        ("cuda", torch.float32, 512, None, False, False),
+        ("cpu", torch.bfloat16, 512, None, False, False),
+        ("cuda", torch.bfloat16, 128, 50.0, False, True),
+        ("cpu", torch.float32, 128, None, True, True),
+    ],
+)
+def test_what_no_kernel_computes_goes_by_blocks(
+    device: str, dtype: torch.dtype, size: int, cap: float | None, sinks: bool, by_blocks: bool
+) -> None:
+    assert goes_by_blocks(Kind(8, size, size, False, cap, sinks), device, dtype) == by_blocks
 
 
 def test_what_is_recomputed_is_the_same() -> None:

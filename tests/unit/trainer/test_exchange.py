@@ -40,3 +40,14 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_those_degrees_that_can
         check_heads(Config(12, 2), 3, 12)
     with pytest.raises(ConfigError, match=r"set it to 1$"):
         check_heads(Config(14, 2), 3, 3)
+
+
+def test_heads_are_shared_out_in_layers_of_every_kind() -> None:
+    from transformers import AutoConfig
+
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "num_global_key_value_heads": 4}
+    config = AutoConfig.for_model("gemma4_text", **heads, attention_k_eq_v=True)
+    check_heads(config, 2, 12)
+    # 6 divides the heads of keys of layers with windows, and goes with the 4 of the others in no way
+    with pytest.raises(ConfigError, match=r"is 6, which neither divides the 4 heads of keys .* set it to 1, 2 or 12$"):
+        check_heads(config, 6, 12)

@@ -65,6 +65,7 @@ def test_the_text_part_of_a_model_of_several_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"kind": "gemma4_text"}, "no rules for the weights of 'gemma4_text'|scaled or capped"),
         ({"kind": "gemma2"}, "no rules for the weights of 'gemma2'|scaled or capped"),
         ({"kind": "llama", "model": {"attention_bias": True}}, "a model with attention_bias: true in its config.json"),
         ({"kind": "llama", "model": {"mlp_bias": True}}, "a model with mlp_bias: true in its config.json: choose"),

@@ -111,6 +111,7 @@ def test_packed_documents_are_computed_as_transformers_computes_each_by_that_con
         ),
         ("olmo2", {"hidden_dropout": 0.1}, r"no such field \(its dropouts: attention_dropout\): leave it out"),
         ("gemma3_text", {"rope_parameters": YARN}, "has other rotary positions for each kind of layer"),
+        ("gemma4_text", {"rope_parameters": YARN}, "has other rotary positions for each kind of layer"),
         ("biogpt", {"max_position_embeddings": 4096}, "has no rotary positions"),
         ("llama", {"rope_parameters": {**YARN, "original_max_position_embeddings": 65}}, "is 65, .* has 64 positions"),
         ("llama", {"rope_parameters": {**YARN, "beta_slow": 5e-324}}, r"'beta_slow': 5e-324.* frequencies cannot be "),

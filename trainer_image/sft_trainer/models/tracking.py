@@ -174,17 +174,20 @@ def track_blocks(
     return found
 
 
-_Kind = tuple[tuple[type, ...], tuple[tuple[str, torch.Size, bool], ...]]
+_Kind = tuple[tuple[type, ...], tuple[tuple[str, torch.Size, bool], ...], bool]
+_STORES = "store_full_length_kv"
+"""What attention says whose keys and values later layers use."""
 
 
 def _kind(block: torch.nn.Module) -> _Kind:
-    """What blocks have in common that take the same: layers of the same types, with the same parameters, alike trained.
+    """What blocks have in common that take the same: layers of the same types, with the same parameters, alike trained,
+    that keep something for others, or nothing.
 
     Whether attention slides over a window is no part of it: its kernel keeps the same.
     """
     types = tuple(type(module) for module in block.modules())
     parameters = ((name, parameter.shape, parameter.requires_grad) for name, parameter in block.named_parameters())
-    return types, tuple(parameters)
+    return types, tuple(parameters), any(getattr(module, _STORES, False) for module in block.modules())
 
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
