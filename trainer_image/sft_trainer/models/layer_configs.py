@@ -16,8 +16,8 @@ def layer_configs(config: Any) -> list[Any]:
     return [*config.per_layer_config] if varying(config) else [config]
 
 
-def config_of_window(config: Any, window: int | None) -> Any:
-    """That of the layers with a sliding ``window``, or of those without one.
+def config_of_window(config: Any, window: object) -> Any:
+    """That of the layers with a sliding ``window``, or of those without one (None).
 
     Raises ``ValueError`` where these differ among themselves.
     """
