@@ -24,12 +24,12 @@ class Family:
     """Where the config says whether there is one; empty where there always is."""
     query_key_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Their names."""
-    norms: Literal["before", "after", "both"] = "before"
-    """Where the norms of a block stand: before attention and MLP, after them, or both."""
+    norms: Literal["before", "after", "both", "around"] = "before"
+    """Where the norms of a block stand: before attention and MLP, after them, or both, by two sets of names."""
     norms_in_fp32: bool = False
     """Whether the weight of a norm is multiplied in fp32, before the result is rounded."""
-    fused: bool = False
-    """Whether queries, keys and values are one projection, and gate and up another."""
+    fused: Literal["", "mlp", "all"] = ""
+    """Whether gate and up are one projection, and queries, keys and values another."""
     gated: bool = False
     """Whether what attention gives is multiplied by a gate, which is projected together with queries."""
     latent: bool = False
@@ -175,7 +175,10 @@ FAMILIES: Mapping[str, Family] = {
         shared_field="moe_num_shared_experts",
         routed_in_fp32=True,
     ),
-    "phi3": Family(bias_field="", output_bias_field="", fused=True),
+    "phi3": Family(bias_field="", output_bias_field="", fused="all"),
+    "glm": Family(attention_bias=True, output_bias_field="", fused="mlp", head_size=128),
+    "glm4": Family(attention_bias=True, output_bias_field="", fused="mlp", norms="around"),
+    "glm4v_text": Family(attention_bias=True, bias_field="", output_bias_field="", fused="mlp", norms="around"),
     "smollm3": Family(tied=True),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,

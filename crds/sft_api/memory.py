@@ -547,7 +547,7 @@ def _attention(shape: ModelShape, spec: SFTJobSpec, computed: int, *, frozen: bo
         behind = _behind_the_rule(delta, computed, frozen=frozen, compiled=compiled)
         return computed * 3 * delta.channels + gates + behind
     attention: float = computed * 2 * (queries + keys) + 4 * shape.heads
-    if shape.family.fused and spec.sequence_parallel == 1:
+    if shape.family.fused == "all" and spec.sequence_parallel == 1:
         # Values are part of what the one projection gave.
         attention += computed * (queries + keys)
     if spec.sequence_parallel > 1:

@@ -19,6 +19,12 @@ _NORMS = {
         "pre_feedforward_layernorm",
         "post_feedforward_layernorm",
     ),
+    "around": (
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    ),
 }
 """Names of those of a block that are as wide as the model."""
 
@@ -165,7 +171,7 @@ class ModelShape:
             expanded = self.queries - self.heads * latent.rotated + self.attended
             keys = {"kv_a_proj_with_mqa": (latent.keys + latent.rotated, width), "kv_b_proj": (expanded, latent.keys)}
             return {f"self_attn.{name}": sizes for name, sizes in {**queries, **keys}.items()} | output
-        if self.family.fused:
+        if self.family.fused == "all":
             return {"self_attn.qkv_proj": (self.queries + 2 * self.keys, width), **output}
         return {
             "self_attn.q_proj": (self.queries * (2 if self.family.gated else 1), width),

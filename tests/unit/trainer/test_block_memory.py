@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.layers import adapted_of, some_parameters
-from sft_api.memory import NOTHING, BlockMemory, block_memory
+from sft_api.layers import adapted_of, linear_of, packed_of, some_parameters, trained_in_rows_of
+from sft_api.memory import MOMENT_BLOCK, NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import ModelShape, shape_of
 from sft_trainer.models import quantised, tracking
 from sft_trainer.models.activations import checkpoint_activations
@@ -17,8 +17,9 @@ from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM, _class_for
 from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import keep_corrections, kernel_options
-from sft_trainer.models.lora import add_adapters, is_adapter
+from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter, linear_layers
 from sft_trainer.models.tracking import track_blocks
+from sft_trainer.optim import has_blocks
 from tests.architectures import accepted, small_config
 from tests.unit.cli.jobs import job
 
@@ -46,7 +47,7 @@ _DELTA = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("cwm", "ernie4_5", "exaone4", "gemma", "granite", "hunyuan_v1_dense", "internlm3")},
-    **{kind: {} for kind in ("ministral", "ministral3", "olmo3")},
+    **{kind: {} for kind in ("glm", "glm4", "ministral", "ministral3", "olmo3")},
     "minimax_m2": {**EXPERTS, "intermediate_size": 256},
     "qwen2_moe": {**_SHARED, "mlp_only_layers": [0]},
     "qwen3_moe": {**EXPERTS, "intermediate_size": 2816, "decoder_sparse_step": 2},
@@ -152,6 +153,29 @@ def check_modules(huggingface: Any) -> ModelShape:
     firsts = tuple(f".layers.{shape.order.index(kind) if shape.kinds else 0}." for kind in range(len(shape.distinct)))
     assert {*told} == {name for name in ours if ".layers." not in name or any(first in name for first in firsts)}
     return shape
+
+
+@pytest.mark.parametrize("kind", ["glm4", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_5_text", "qwen3_next"])
+def test_layers_that_get_adapters_and_weights_in_4_bits_are_those_of_the_trainer(kind: str) -> None:
+    huggingface: Any = model_of(kind, **OTHERS[kind]).huggingface
+    shape, asked = shape_of(huggingface.config.to_dict()), job(lora={"rank": 8, "basePrecision": "nf4"}).spec
+    assert shape is not None
+    assert asked.lora
+    parameters = dict(huggingface.named_parameters())
+
+    linear, adapted = linear_of(shape, asked)
+    packed = [
+        (f"model.layers.{block}.{name}", rows * columns)
+        for block, sizes in enumerate(packed_of(shape, asked))
+        for name, (rows, columns) in sizes.items()
+    ]
+
+    assert {*linear} | {"lm_head"} == {*linear_layers(huggingface)[0]}
+    assert {*adapted} == {*adapted_layers(huggingface, asked.lora)}
+    names = quantised.packed_weights(huggingface, "nf4", is_adapter)
+    assert dict(packed) == {name.removesuffix(".weight"): parameters[name].numel() for name in names}
+    in_blocks = sum(each.numel() for name, each in parameters.items() if has_blocks(name, each))
+    assert trained_in_rows_of(shape, job().spec, MOMENT_BLOCK) == in_blocks
 
 
 _OTHER_WAYS = ("qwen2_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next")
