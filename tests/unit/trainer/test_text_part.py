@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from sft_api.model_shape import shape_of
 from sft_api.v1alpha1 import LoraSpec
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_cli.trained import Trained, measure_trained
+from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.checkpoint.reading import load_boxes
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.companions import model_card
@@ -31,10 +34,12 @@ from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.weights import unread_tensors, untrained_tensors
 from sft_trainer.trainable import trainable_of
 from sft_trainer.trainer import Trainer
+from tests.bins import random_bin
 from tests.exports import export, exported
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
 from tests.tensors import gathered
+from tests.topologies import here
 from tests.unit.trainer.exporting import SMALL, checkpoint, trained
 from tests.unit.trainer.test_lora import filled, strategy
 from tests.unit.trainer.test_models import LENGTHS, build
@@ -247,6 +252,36 @@ def add_unused_keys(folder: Path) -> set[str]:
     }
     save_file(weights | unused, folder / "model.safetensors", {"format": "pt"})
     return {*unused}
+
+
+def test_what_is_no_weight_comes_back_from_a_checkpoint_too(tmp_path: Path) -> None:
+    # Given a run on Gemma 4, whose layers have numbers of their own, after a step
+    source, store = tmp_path / "model", LocalStore(tmp_path / "store")
+    save_whole("gemma4", source)
+    ours, again = build(source), build(source)
+    bins = [random_bin(1, 5, 9), random_bin(2, 12)]
+
+    def step(of: Any, number: int) -> torch.Tensor:
+        loss: torch.Tensor = of.forward_backward(bins[number : number + 1], 20, 20)
+        of.apply(1e-2, 1.0, of.grad_norm(), torch.tensor(True))
+        return loss
+
+    step(ours, 0)
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+
+    # When another goes on with it, that has nothing else
+    boxes = again.boxes("trained") + again.boxes("optimizer")
+    for box in boxes:
+        box.write(torch.full(box.place.sizes, torch.nan))
+    load_boxes(boxes, store, manifest, CheckpointGroup(here(), timedelta(minutes=1)))
+    again.updates = ours.updates
+
+    # Then it is the same, to the last bit
+    assert torch.equal(step(again, 1), step(ours, 1))
+    assert all(
+        torch.equal(one.read(), other.read())
+        for one, other in zip(again.boxes("trained"), ours.boxes("trained"), strict=True)
+    )
 
 
 def test_an_export_alone_fetches_the_whole_model(tmp_path: Path) -> None:
