@@ -174,7 +174,7 @@ def test_memory_does_not_grow_with_the_square_of_a_document(monkeypatch: pytest.
 
 def test_dropout_beside_them_is_refused() -> None:
     inputs, _ = drawn(shared=2, sinks=True, dtype=torch.float32)
-    with pytest.raises(ModelError, match="attention dropout beside sinks or capped scores"):
+    with pytest.raises(ModelError, match="attention dropout beside sinks, capped scores or heads of 16"):
         document_attention(
             Attention(2, None),
             *inputs[:3],

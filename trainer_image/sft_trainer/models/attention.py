@@ -21,7 +21,7 @@ from .documents import attend, window_mask
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly
 from .flash_attention import Kind, attend_on_gpu, kind_of, serves
-from .llama4 import at_temperature, in_chunks
+from .llama4 import CHUNK, at_temperature, in_chunks
 from .windows import held
 
 IMPLEMENTATION = "sft_documents"
@@ -142,12 +142,14 @@ def document_attention(
             **arguments,
         )
         return by_tokens(output, shared_tokens), None
-    ends = arguments.get("cu_seq_lens_q", document_ends)
-    query = at_temperature(module, query, ends, arguments.get("max_length_q") or query.shape[2])
-    chunks = in_chunks(module, document_ends)
-    if chunks is not None:
-        document_ends = chunks
-        arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = chunks.to(query.device, non_blocking=True)
+    # What is compiled depends on all that is looked at: of other models nothing is.
+    if hasattr(module, CHUNK):
+        ends = arguments.get("cu_seq_lens_q", document_ends)
+        query = at_temperature(module, query, ends, arguments.get("max_length_q") or query.shape[2])
+        chunks = in_chunks(module, document_ends)
+        if chunks is not None:
+            document_ends = chunks
+            arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = chunks.to(query.device, non_blocking=True)
     kind = kind_of(query, key, value, sliding_window, softcap, s_aux)
     if not dropout and serves(query.device, query.dtype, kind):
         return _on_gpu(query, key, value, s_aux, scaling, sliding_window, softcap, arguments), None

@@ -108,9 +108,12 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
         product = grouped_linear(inputs, getattr(module, name), ends, turned=turned, packed=packed.get(name))
         return product + adapters[name](inputs, ends) if name in adapters else product
 
-    inputs, of_each = hidden[order // each], weights.flatten()[order, None]
+    def weighed(rows: torch.Tensor) -> torch.Tensor:
+        return rows * weights.flatten()[order, None]
+
     scales_inputs = getattr(module, SCALES_INPUTS, False)
-    product = product_with(inputs * of_each if scales_inputs else inputs, "gate_up_proj")
+    # Nothing here may keep what goes in: it is as large as what comes out.
+    product = product_with(weighed(hidden[order // each]) if scales_inputs else hidden[order // each], "gate_up_proj")
     if module.has_bias:
         product = product + module.gate_up_proj_bias[experts]
         product = _Gated.apply(product, module.alpha, module.limit)
@@ -119,7 +122,7 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
     outputs = product_with(product, "down_proj")
     if module.has_bias:
         outputs = outputs + module.down_proj_bias[experts]
-    weighted = outputs if scales_inputs else outputs * of_each
+    weighted = outputs if scales_inputs else weighed(outputs)
     by_token: torch.Tensor = weighted[order.argsort()].unflatten(0, (-1, each))
     return by_token.sum(1).to(hidden.dtype)
 

@@ -81,9 +81,9 @@ def at_temperature(module: Any, query: torch.Tensor, ends: torch.Tensor, longest
 
     1 + attn_scale * log(1 + floor(position / floor_scale)), as transformers computes it, with positions from 1 on
     within each document. ``ends`` (documents + 1,) is on the device of ``query``; no document is longer than
-    ``longest``. Of any other type ``query`` as it is.
+    ``longest``.
     """
-    if not getattr(module, "has_temperature", False) or longest < module.floor_scale:
+    if not module.has_temperature or longest < module.floor_scale:
         return query
     tokens = torch.arange(query.shape[2], dtype=ends.dtype, device=query.device)
     begins = ends[torch.searchsorted(ends, tokens, right=True) - 1]
@@ -96,7 +96,7 @@ def at_temperature(module: Any, query: torch.Tensor, ends: torch.Tensor, longest
 def in_chunks(module: Any, ends: torch.Tensor) -> torch.Tensor | None:
     """Where chunks end in which an attention ``module`` looks at tokens, and documents, whose ``ends`` (documents + 1,)
     are on the CPU; None where those of documents are all."""
-    chunk = getattr(module, CHUNK, None)
+    chunk = getattr(module, CHUNK)
     if chunk is None:
         return None
     documents = ends.tolist()
