@@ -59,6 +59,14 @@ _GEMMA_4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size
 # No published one has both.
 _GEMMA_4_EXPERTS = {**_GEMMA_4, **_EXPERTS, "enable_moe_block": True, "top_k_experts": 2}
 
+_MAMBA_2 = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+}
+
 # What else has to be said of those whose defaults do not go with SMALL, or are not those of any published model.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -83,7 +91,38 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _GATED_DELTA_NETS,
     "qwen3_5_moe_text": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
+    "falcon_h1": {
+        **_MAMBA_2,
+        "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.5, 0.7, 1.3, 0.8, 1.1],
+        "mlp_multipliers": [1.2, 0.8],
+        "ssm_in_multiplier": 1.1,
+        "ssm_out_multiplier": 0.9,
+        "attention_in_multiplier": 0.8,
+        "attention_out_multiplier": 1.3,
+        "key_multiplier": 0.6,
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.5,
+    },
     "granitemoe": _EXPERTS,
+    "granitemoehybrid": {
+        **_MAMBA_2,
+        **_EXPERTS,
+        "shared_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "num_hidden_layers": 4,
+    },
     "granitemoeshared": {**_EXPERTS, "shared_intermediate_size": 16},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 16},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1},
@@ -92,7 +131,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA_4_EXPERTS,
     "gemma4_unified_text": _GEMMA_4,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {
+        "layer_types": ["conv", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": 4,
+    },
     "longcat_flash": _LATENT_HEADS,
     "minicpm3": _LATENT_HEADS,
     "plbart": _ENCODER_DECODER,

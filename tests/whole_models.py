@@ -149,6 +149,10 @@ _PARTS: dict[str, dict[str, Any]] = {
         "boi_token_index": 126,
         "eoi_token_index": 125,
     },
+    "lfm2_vl": {
+        "text_config": {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
+    },
 }
 KINDS = tuple(_PARTS)
 WHOLE_OF = {"glm4v_moe_text": "glm4v_moe", "llama4_text": "llama4", "qwen3_vl_moe_text": "qwen3_vl_moe"}

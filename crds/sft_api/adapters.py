@@ -11,12 +11,20 @@ EXPERTS = r"(^|\.)experts(\.[A-Za-z0-9_]+)?$"
 """What is found in a name that means experts: those of a layer, or one of the two tensors in which they are stacked."""
 _MEANS_EXPERTS = re.compile(EXPERTS)
 
+_REFUSED_BY_PEFT = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+"""By type of model, what of its layers peft loads no adapters of: kernels of Mamba read these weights by themselves."""
+
 OF_EXPERTS = "routers get no adapters, and experts where lora.targetModules names them: experts, or experts.down_proj"
 """Of a mixture of experts."""
 
 
 class AdapterError(ValueError):
     """Names that fit no layer, or too many; the text says which there are."""
+
+
+def refused_by_peft(kind: str, module: str) -> bool:
+    """Whether peft would load no adapter of the linear layer ``module`` of a model of type ``kind``: it gets none."""
+    return module.rpartition(".")[2] == _REFUSED_BY_PEFT.get(kind)
 
 
 def named(module: str, names: Iterable[str]) -> bool:

@@ -12,6 +12,16 @@ from .v1alpha1.words import either
 
 LINEAR_ATTENTION = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Values of ``model_type`` of those models with layers of linear attention, gated delta nets, that are trained."""
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
+"""Of those with layers of short convolutions."""
+MAMBA_2 = ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")
+"""Of those with layers of Mamba 2."""
+IN_ORDER = {
+    **dict.fromkeys(LINEAR_ATTENTION, "layers of linear attention"),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, "layers of short convolutions"),
+    **dict.fromkeys(MAMBA_2, "layers of Mamba 2"),
+}
+"""Of all that have layers beside attention that go through tokens in order: what these are called."""
 _FIELD = "strategy.fsdp.sequenceParallelDegree"
 
 
@@ -43,11 +53,11 @@ def heads_problem(heads: int, kv_heads: int | Collection[int], degree: int, shar
 
 def layers_problem(kind: Any, degree: int) -> str:
     """Why ``degree`` processes cannot share tokens of a model of type ``kind``, and what to change; else empty."""
-    if degree == 1 or kind not in LINEAR_ATTENTION:
+    if degree == 1 or not isinstance(kind, str) or kind not in IN_ORDER:
         return ""
     return (
-        f"{_FIELD} is {degree}, but a model of type {kind!r} has layers of linear attention, which go through all "
-        "tokens of a document in order: leave it out"
+        f"{_FIELD} is {degree}, but a model of type {kind!r} has {IN_ORDER[kind]}, which go through all tokens of a "
+        "document in order: leave it out"
     )
 
 

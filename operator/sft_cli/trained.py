@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_api.adapters import AdapterError, adapted, adapter_parameters, hint_on_experts, within
+from sft_api.adapters import AdapterError, adapted, adapter_parameters, hint_on_experts, refused_by_peft, within
 from sft_api.layers import adapted_of
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
@@ -29,7 +29,7 @@ _OF_A_LAYER = re.compile(r"(?P<layer>.*\.layers\.\d+\..+|model\.per_layer_model_
 _KEYS_AND_VALUES = re.compile(r".*\.layers\.(?P<number>\d+)\.self_attn\.[kv]_(proj|norm)\.weight")
 _NUMBER = re.compile(r"\.layers\.(?P<number>\d+)\.")
 _OF_EXPERTS = re.compile(
-    r".*\.(experts\..*|router\.proj|(mlp|block_sparse_moe|feed_forward)\.(router|gate)(\.(layer|gate|wg))?)\.weight"
+    r".*\.(experts\..*|router\.proj|(mlp|block_sparse_moe|feed_forward|mixer)\.(router|gate)(\.(layer|gate|wg))?)\.weight"
 )
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
@@ -37,7 +37,7 @@ _ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")
 _ALL_EXPERTS = re.compile(
     r"(?P<block>.*)\.(?P<of>experts\.(gate_up|down)_proj(_blocks)?|(input|output)_linear\.weight)"
 )
-_CALLED_OTHERWISE = {"hy_v3": (".mlp.shared_mlp.", ".mlp.shared_experts.")}
+_CALLED_OTHERWISE = {"hy_v3": (".mlp.shared_mlp.", ".mlp.shared_experts."), "nemotron_h": ("backbone.", "model.")}
 """Layers of a type by their names in files, and in the model: in that of another type they have the first too."""
 _STACKED = {"gate_proj": ("gate_up_proj", 2), "w1": ("gate_up_proj", 2)} | dict.fromkeys(
     ("down_proj", "w2"), ("down_proj", 1)
@@ -105,7 +105,7 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         and ((keys := _KEYS_AND_VALUES.fullmatch(name)) is None or int(keys["number"]) < own_keys)
         and ((found := _NUMBER.search(name)) is None or int(found["number"]) < layers_here)
     }
-    matrices = {found["layer"]: tuple(shape) for name, shape in shapes.items() if (found := _matrix(name, shape))}
+    matrices = {found["layer"]: tuple(shape) for name, shape in shapes.items() if (found := _matrix(kind, name, shape))}
     if not matrices:
         return None
     head = next((name for name in _HEADS if f"{name}.weight" in shapes), _HEADS[0])
@@ -134,8 +134,13 @@ def _stacked(shapes: Mapping[str, list[int]]) -> dict[str, tuple[int, int, int]]
     """What of experts the model has stacked, by its names: so many, of so many rows and columns each."""
     found: dict[str, tuple[int, int, int]] = {}
     for name, shape in shapes.items():
-        if (one := _ONE_EXPERT.fullmatch(_as_module(name))) and one["of"] in _STACKED and len(shape) == 2:
-            leaf, times = _STACKED[one["of"]]
+        if (one := _ONE_EXPERT.fullmatch(_as_module(name))) and len(shape) == 2:
+            if one["of"] == "up_proj" and name.replace(".up_proj.", ".gate_proj.") not in shapes:
+                leaf, times = "up_proj", 1
+            elif one["of"] in _STACKED:
+                leaf, times = _STACKED[one["of"]]
+            else:
+                continue
             stacked = f"{one['experts']}.{leaf}"
             before = found[stacked][0] if stacked in found else 0
             found[stacked] = (before + 1, times * shape[0], shape[1])
@@ -164,10 +169,11 @@ def _as_module(name: str) -> str:
     return name.replace(".block_sparse_moe.", ".mlp.").replace("embed_out.", "lm_head.")
 
 
-def _matrix(name: str, shape: list[int]) -> "re.Match[str] | None":
+def _matrix(kind: str, name: str, shape: list[int]) -> "re.Match[str] | None":
     if len(shape) != 2 or _OF_EXPERTS.fullmatch(name):
         return None
-    return _OF_A_LAYER.fullmatch(name)
+    found = _OF_A_LAYER.fullmatch(name)
+    return None if found is None or refused_by_peft(kind, found["layer"]) else found
 
 
 def _config(folder: Path) -> dict[str, Any]:

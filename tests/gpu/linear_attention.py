@@ -1,4 +1,5 @@
-"""Layers of linear attention on the device: their operators against each document alone in double precision."""
+"""Layers that go through tokens in order on the device: their operators against each document alone in double
+precision."""
 
 from typing import Any
 
@@ -16,15 +17,17 @@ _MEASURED_TOKENS, _MEASURED_HEADS = 8192, 16
 
 
 def gated_delta_nets(device: Device) -> dict[str, Figure]:
-    """Rule and convolution, output and gradients, in the precision of training and in fp32, and what they take."""
+    """Rule, scan and convolution, output and gradients, in bf16 and in fp32, and what the first two take."""
+    from sft_trainer.models.convolution import convolution_operator
     from sft_trainer.models.delta_rule import rule_operator
-    from sft_trainer.models.gated_delta import convolution_operator
+    from sft_trainer.models.state_space import scan_operator
 
     figures: dict[str, Figure] = {}
     for dtype, limit in _LIMITS.items():
         worst = 0.0
         for operator, drawn in (
             (rule_operator, _of_rule(sum(_DOCUMENTS), _HEADS)),
+            (scan_operator, _of_scan(sum(_DOCUMENTS), _HEADS)),
             (convolution_operator, _filtered()),
         ):
             error = _error(operator, drawn, dtype, device)
@@ -32,7 +35,15 @@ def gated_delta_nets(device: Device) -> dict[str, Figure]:
             worst = max(worst, error)
         figures[f"gated_delta_nets_{str(dtype).removeprefix('torch.')}_error"] = worst
     if device.type == "cuda":
-        figures["gated_delta_rule_milliseconds"] = 1e3 * _seconds(rule_operator, device)
+        # Half the heads of a layer of Qwen3-Next, and a group of those of Nemotron Nano, in bf16 but for their decays.
+        for name, operator, drawn, exact in (
+            ("gated_delta_rule", rule_operator, _of_rule(_MEASURED_TOKENS, _MEASURED_HEADS // _SHARING), (3,)),
+            ("state_space_scan", scan_operator, _of_scan(_MEASURED_TOKENS, _MEASURED_HEADS), (1, 2)),
+        ):
+            inputs = [
+                each.to(device, torch.float32 if place in exact else torch.bfloat16) for place, each in enumerate(drawn)
+            ]
+            figures[f"{name}_milliseconds"] = 1e3 * _seconds(operator, inputs, device)
     return figures
 
 
@@ -44,10 +55,20 @@ def _of_rule(tokens: int, keys: int) -> list[torch.Tensor]:
     return [query, key, value, -softplus(3 * decay - 2), beta.sigmoid()]
 
 
+def _of_scan(tokens: int, heads: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(1, tokens, *shape, generator=generator)
+
+    steps = softplus(some(heads) - 2)
+    return [some(heads, _SIZE // 2), steps, -2 * steps, *(some(1, _SIZE) for _ in range(2)), some(heads)[0, 0]]
+
+
 def _filtered() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(1, sum(_DOCUMENTS), _CHANNELS, generator=generator)
-    return [tokens, torch.randn(_CHANNELS, _WIDTH, generator=generator)]
+    return [tokens, *(torch.randn(*shape, generator=generator) for shape in ((_CHANNELS, _WIDTH), (_CHANNELS,)))]
 
 
 def _ends(lengths: tuple[int, ...], device: Device) -> torch.Tensor:
@@ -70,11 +91,9 @@ def _error(operator: Any, drawn: list[torch.Tensor], dtype: torch.dtype, device:
     return max(error_of(one.detach(), other.detach()) for one, other in zip(found, wanted, strict=True))
 
 
-def _seconds(operator: Any, device: Device) -> float:
-    """Of forward and backward of a layer with half the heads of Qwen3-Next, in bf16."""
-    inputs = [each.to(device, torch.bfloat16) for each in _of_rule(_MEASURED_TOKENS, _MEASURED_HEADS // _SHARING)]
-    inputs[3] = inputs[3].float()
-    inputs, ends = [each.requires_grad_() for each in inputs], _ends((_MEASURED_TOKENS,), device)
+def _seconds(operator: Any, given: list[torch.Tensor], device: Device) -> float:
+    """Of forward and backward."""
+    inputs, ends = [each.requires_grad_() for each in given], _ends((_MEASURED_TOKENS,), device)
 
     def once() -> None:
         output = operator(*inputs, ends)

@@ -10,6 +10,7 @@ from torch import nn
 
 from .models.causal_lm import CausalLM
 from .models.experts import chosen_experts
+from .models.in_order import state_flops
 from .models.layer_configs import config_of_window, head_size
 from .models.windows import Chunks, windows
 
@@ -81,6 +82,7 @@ def training_flops(
     embedding_parameters: int,
     document_lengths: Iterable[int],
     frozen: int = 0,
+    states: int = 0,
 ) -> float:
     """FLOPs of forward and backward over documents of the given lengths; ``parameters`` are the active ones.
 
@@ -89,16 +91,14 @@ def training_flops(
     plus causal attention: 6 * layers * heads * head size * length^2 (half of the full 12), as in the PaLM paper,
     appendix B; where queries and values are not of one size, by the mean of the two. ``layers`` says how many have
     which sliding window (None: none): there the pairs of tokens farther apart are left out, (length - window)^2 of
-    length^2; or in which chunks they look at a document. In a layer of linear attention (window 0) what a token does
-    with its states counts in place of that, 6 for each number in them forwards: read by the key, changed, read by the
-    query.
+    length^2; or in which chunks they look at a document. A layer without attention has the window 0. ``states`` are the
+    FLOPs of a token in the states of all layers that have some, forwards (``state_flops``).
     """
     lengths = list(document_lengths)
     matrices = parameters if config.tie_word_embeddings else parameters - embedding_parameters
     # A whole number until the end: documents that a window holds cost what they cost without one, to the last bit.
     attention: float = 3 * _attended(config, layers, lengths)
-    states = 18.0 * layers.get(0, 0) * _states(config)
-    return (6.0 * matrices - 2.0 * frozen + states) * sum(lengths) + attention
+    return (6.0 * matrices - 2.0 * frozen + 3.0 * states) * sum(lengths) + attention
 
 
 def _attended(config: Any, layers: Mapping[int | Chunks | None, int], lengths: Sequence[int]) -> int:
@@ -115,12 +115,6 @@ def _queries_and_values(config: Any) -> int:
     if (value_size := getattr(config, "v_head_dim", None)) is not None:
         return int(heads * (config.qk_head_dim + value_size))
     return int(2 * heads * head_size(config) * (2 if config.model_type in _ATTENDS_TWICE else 1))
-
-
-def _states(config: Any) -> int:
-    """Numbers in the states of all heads of a layer of linear attention; 0 where the model has none."""
-    heads: int = getattr(config, "linear_num_value_heads", 0)
-    return heads and heads * int(config.linear_key_head_dim * config.linear_value_head_dim)
 
 
 def _pairs(lengths: Sequence[int], window: int | Chunks | None) -> int:
@@ -151,6 +145,8 @@ class ModelFlops:
         )
         layers = windows(huggingface)
         self._layers = Counter(layers)
+        states = state_flops(huggingface)
+        self._states = sum(states)
         self._embedding_parameters = embeddings.numel()
         first = blueprint.first_trained(trains)
         # Weights whose input needs no gradient, as nothing trained comes before them: those up to the first that is
@@ -163,13 +159,20 @@ class ModelFlops:
         before_all = {name for name, parameter in named[:until] if parameter not in behind}
         self._without_input_gradient = active_parameters(huggingface, self._config, before_all.__contains__)
         self._forward_layers = Counter(layers[:first])
+        self._forward_states = sum(states[:first])
         self._peak = peak_flops(device)
 
     def training(self, bins: Iterable[Sequence[int]]) -> float:
         """Of forward and backward over the documents of all ``bins``, given by their lengths."""
         return sum(
             training_flops(
-                self._config, self._layers, self._parameters, self._embedding_parameters, lengths, self._frozen
+                self._config,
+                self._layers,
+                self._parameters,
+                self._embedding_parameters,
+                lengths,
+                self._frozen,
+                self._states,
             )
             - self._left_out(lengths)
             for lengths in bins
@@ -177,8 +180,8 @@ class ModelFlops:
 
     def _left_out(self, lengths: Sequence[int]) -> float:
         """Of these FLOPs those that no backward pass has: 2 of each weight whose input needs no gradient, and two
-        thirds of the attention, linear or not, of layers that no gradient comes to."""
-        states = 12.0 * self._forward_layers[0] * _states(self._config)
+        thirds of the attention, and of what is done with states, of layers that no gradient comes to."""
+        states = 2.0 * self._forward_states
         weights = 2.0 * self._without_input_gradient
         return (weights + states) * sum(lengths) + 2.0 * _attended(self._config, self._forward_layers, lengths)
 

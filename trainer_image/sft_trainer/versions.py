@@ -248,6 +248,7 @@ _ATTENTION_KERNELS = (
     "sft.explicit_attention",
     "sft.flash_attention",
     "sft.gated_delta_rule",
+    "sft.state_space_scan",
 )
 
 

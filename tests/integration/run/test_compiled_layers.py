@@ -117,6 +117,8 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
         ("flex_olmo", {}, None, BALANCED, 2),
         # Layers of two kinds.
         ("qwen3_5_text", {}, None, {"activationCheckpointing": "selective"}, 4),
+        ("lfm2", {}, None, {"activationCheckpointing": "selective"}, 4),
+        ("bamba", {}, None, {"activationCheckpointing": "selective"}, 4),
         # Its first layer is dense.
         ("glm4_moe", {}, None, {}, 4),
         ("ernie4_5_moe", {}, None, BALANCED, 4),

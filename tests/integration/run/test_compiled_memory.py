@@ -13,7 +13,7 @@ from sft_api.memory import block_memory, knows_compiled
 from sft_api.model_shape import shape_of
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
-from sft_trainer.models.gated_delta import keep_documents_apart
+from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.lora import add_adapters, is_adapter
 from tests.unit.cli.jobs import job
 

@@ -26,8 +26,8 @@ from sft_trainer.loss import PRODUCTS, Logits
 from sft_trainer.models import mxfp4, nf4, packed_rows
 from sft_trainer.models.attention import Boundaries, register
 from sft_trainer.models.causal_lm import CausalLM
+from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import kernel_options
-from sft_trainer.models.gated_delta import keep_documents_apart
 from sft_trainer.models.lora import add_adapters
 from sft_trainer.models.packed_rows import Format
 from sft_trainer.models.tracking import LiveBytes, count_attention

@@ -41,7 +41,14 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LATENT_ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+FIRST = {"nemotron_h": "up_proj"}
+"""The tensor of experts before ``down_proj``, where it is another than usual."""
+NAMES = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT_ATTENTION),
+    "lfm2_moe": ["in_proj", "q_proj", "k_proj", "v_proj", "out_proj"],
+    "granitemoehybrid": ["in_proj", "out_proj", *ATTENTION],
+    "nemotron_h": ["in_proj", *ATTENTION],
+}
 EVERYTHING: dict[str, Any] = {"rank": 4, "expertRank": 3, "alpha": 10, "targetModules": ["all-linear", "experts"]}
 SCALING = 10 / 4
 
@@ -80,7 +87,7 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     folder = tmp_path / "model"
     reference = save_mixture(kind, folder)
     load = type(reference).from_pretrained
-    lora = {**EVERYTHING, "targetModules": [*(LATENT_ATTENTION if kind in LATENT else ATTENTION), "experts"]}
+    lora = {**EVERYTHING, "targetModules": [*NAMES.get(kind, ATTENTION), "experts"]}
     ours = filled(strategy(folder, lora))
     theirs = PeftModel.from_pretrained(
         reference, exports(ours, folder, lora, "adapter", tmp_path / "adapter"), is_trainable=True
@@ -96,11 +103,11 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(their_loss(merged), expected, rtol=1e-6, atol=0)
     assert (expected - their_loss(load(folder))).abs() > 1e-2
-    experts = experts_of(merged)
+    experts, adapted = experts_of(merged), [FIRST.get(kind, "gate_up_proj"), "down_proj"]
     assert_gradients_are(
         gradients(ours),
         dict(
-            as_here(name, p.grad, experts, swapped=kind == "llama4_text")
+            as_here(name, p.grad, experts, adapted, swapped=kind == "llama4_text")
             for name, p in theirs.named_parameters()
             if p.grad is not None
         ),
@@ -188,6 +195,10 @@ def test_beside_modules_that_are_trained_adapters_of_other_experts_are_those_of_
         ("cohere2_moe", {"num_shared_experts": 1}, {}),
         *((kind, {}, {"targetModules": ["all-linear", "experts"]}) for kind in ("qwen3_next", "qwen3_5_moe_text")),
         ("qwen3_5_text", {}, {}),
+        ("granitemoehybrid", {}, {}),
+        ("nemotron_h", {}, {}),
+        ("falcon_h1", {}, {}),
+        *(("lfm2_moe", {}, {"targetModules": names}) for names in (["all-linear"], ["all-linear", "experts"])),
     ],
 )
 def test_peft_loads_layers_that_are_called_as_its_experts_were(

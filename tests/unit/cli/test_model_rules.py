@@ -62,6 +62,8 @@ def test_a_model_without_rules_for_megatron_is_refused(
     [
         {"model_type": "qwen3_5_text"},
         {"model_type": "qwen3_next"},
+        {"model_type": "lfm2_moe"},
+        {"model_type": "nemotron_h"},
         {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}, "vision_config": {}},
     ],
 )

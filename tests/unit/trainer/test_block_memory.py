@@ -11,7 +11,7 @@ import torch
 from sft_api.layers import adapted_of, linear_of, packed_of, some_parameters, trained_in_rows_of
 from sft_api.memory import MOMENT_BLOCK, NOTHING, BlockMemory, block_memory
 from sft_api.model_shape import ModelShape, shape_of
-from sft_trainer.models import quantised, tracking
+from sft_trainer.models import convolution, gated_delta, quantised, state_space, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register
 from sft_trainer.models.causal_lm import CausalLM, _class_for
@@ -369,6 +369,31 @@ def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
 
     assert seen.total() == config.num_hidden_layers
     assert all(block.kept > 0 and block.working > 0 for block in seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "name", "value"),
+    [
+        ("lfm2", convolution, "_EXACT_COPIES", 10**6),
+        ("qwen3_5_text", gated_delta, "working_bytes", lambda *_: 10**9),
+        ("bamba", state_space, "working_bytes", lambda *_: 10**9),
+    ],
+)
+def test_what_operators_hold_besides_is_counted_in_their_layers_alone(
+    monkeypatch: pytest.MonkeyPatch, kind: str, module: Any, name: str, value: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    register()
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(small_config(kind), attn_implementation=IMPLEMENTATION)
+    keep_documents_apart(made)
+    monkeypatch.setattr(module, name, value)
+
+    seen = track_blocks(CausalLM(made), torch.bfloat16, lambda name: True, 64)
+
+    # Some of what the layer kept is free by then.
+    assert sorted(block.working >= 0.9 * 10**9 / 64 for block in seen) == [False, True]
 
 
 # Which blocks have experts in place of one MLP, as configs say it

@@ -284,8 +284,8 @@ def test_the_plan_counts_the_adapters_that_the_trainer_adds(tmp_path: Path, kind
     save_mixture(kind, tmp_path)
     if kind.startswith("granite"):
         names = [name.replace("mlp", "block_sparse_moe") for name in names]
-    if kind == "llama4_text":
-        names = [name.replace("mlp", "feed_forward") for name in names]
+    block = {"lfm2_moe": "feed_forward", "llama4_text": "feed_forward", "nemotron_h": "mixer"}.get(kind, "mlp")
+    names = [name.replace("mlp", block) for name in names]
     if kind in LATENT:
         names = [name.replace("q_proj", "kv_b_proj") for name in names]
     if kind == "gemma4_text":

@@ -290,7 +290,7 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
     card = model_card(asked, what.manifest, build_on_meta(tmp_path / "mistral3"))
     assert "llm_int8_skip_modules=['lm_head', 'model.multi_modal_projector', 'model.vision_tower'])` |" in card
     told = {}
-    for kind in ("qwen3_moe", "gpt_oss"):
+    for kind in ("qwen3_moe", "gpt_oss", "nemotron_h"):
         save_model(kind, tmp_path / kind)
         told[kind] = model_card(asked, what.manifest, build_on_meta(tmp_path / kind))
     besides = (
@@ -298,6 +298,7 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
         'name, quant_type="nf4", blocksize=64)` for gate_up_proj and down_proj of each layer'
     )
     assert f"{besides} |" in told["qwen3_moe"]
+    assert f"{besides.replace('gate_up_proj', 'up_proj')} |" in told["nemotron_h"]
     # And files in MXFP4 are refused beside its config
     assert f"{besides}; files in MXFP4 take no such config: they are loaded with `Mxfp4Config(" in told["gpt_oss"]
     # Nor has peft adapters beside experts in 4 bits: it keeps what they add from one forward pass to the next

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.sequence_parallel import LINEAR_ATTENTION
+from sft_api.sequence_parallel import IN_ORDER
 from sft_api.v1alpha1 import LoraSpec
 from sft_trainer.data.dealing import dealt
 from sft_trainer.flops import ModelFlops, active_parameters, peak_flops, training_flops
@@ -107,7 +107,7 @@ def test_windows_and_work_are_those_that_attention_is_asked_for(kind: str) -> No
     transformers.AttentionInterface.register("noted", noted)
     tried = 0
     for options in SLIDING:
-        if kind in LINEAR_ATTENTION and "layer_types" in options:
+        if kind in IN_ORDER and "layer_types" in options:
             continue  # these have no layers with windows
         try:
             config = small_config(kind, **options)
@@ -128,7 +128,7 @@ def test_windows_and_work_are_those_that_attention_is_asked_for(kind: str) -> No
         attending = Counter(asked.values())
         assert training_flops(config, attending, 0, 0, [1]) == 3 * sum(numbers_of_heads)
         tried += 1
-    assert tried >= (2 if kind in LINEAR_ATTENTION else 3)
+    assert tried >= (2 if kind in IN_ORDER else 3)
 
 
 def cost(layers: dict[int | Chunks | None, int], lengths: list[int]) -> float:
@@ -166,6 +166,43 @@ def test_a_long_document_of_gemma_3_costs_what_its_layers_see() -> None:
     assert flops == pytest.approx(6 * parameters * 32768 + 6 * 4 * 256 * (full + near), rel=1e-12)
     # Were all layers to see all of it
     assert (6 * parameters * 32768 + 6 * 4 * 256 * 26 * 32768**2) / flops == pytest.approx(1.62, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windowed", "states"),
+    [
+        # 4 heads of 16 x 8, read, changed and read
+        ("qwen3_5_text", {0: 1, None: 1}, 6 * 4 * 16 * 8),
+        ("lfm2", {0: 1, None: 1}, 0),
+        # 4 heads of 16 x 16, changed and read
+        ("bamba", {0: 1, None: 1}, 4 * 4 * 16 * 16),
+        ("granitemoehybrid", {0: 1, None: 1}, 4 * 4 * 16 * 16),
+        # In both of its layers, beside attention
+        ("falcon_h1", {None: 2}, 2 * 4 * 4 * 16 * 16),
+        # Of four layers two are neither
+        ("nemotron_h", {0: 3, None: 1}, 4 * 4 * 8 * 16),
+    ],
+)
+def test_what_a_token_does_with_states_counts(kind: str, windowed: dict[int | None, int], states: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = small_config(kind)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, **kernel_options(config))
+    assert Counter(windows(made)) == windowed
+
+    whole, head = (
+        ModelFlops(CausalLM(made), trains, torch.device("cpu")).training([[50]])
+        for trains in (lambda name: True, lambda name: name.startswith("lm_head"))
+    )
+
+    parameters = active_parameters(made, config)
+    embedding = 0 if config.tie_word_embeddings else 128 * 32
+    attention = 6 * windowed[None] * 4 * 8 * 50 * 50
+    assert whole == 6 * (parameters - embedding) * 50 + 3 * states * 50 + attention
+    if embedding:
+        # Forwards alone, but of the head the gradient of its weight too
+        assert head == 2 * (parameters - embedding + 128 * 32) * 50 + states * 50 + attention / 3
 
 
 def test_bins_without_windows_are_dealt_out_as_they_always_were() -> None:

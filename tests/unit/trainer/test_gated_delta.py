@@ -6,24 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, normalize, softplus
+from torch.nn.functional import normalize, softplus
 from transformers import AutoConfig
 
-from sft_api.sequence_parallel import LINEAR_ATTENTION
-from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.errors import ModelError
 from sft_trainer.models import delta_rule, gated_delta
-from sft_trainer.models.attention import Boundaries
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.delta_rule import rule_operator
-from sft_trainer.models.exchange import check_heads
-from sft_trainer.models.gated_delta import convolution_operator
-from sft_trainer.models.lora import add_adapters, linear_layers
 from sft_trainer.models.tracking import LiveBytes
 from sft_trainer.models.weights import unread_tensors
-from sft_trainer.optim import build_optimizer
-from tests.parity.runs import manifest, resolve
-from tests.tensors import gathered
-from tests.unit.trainer.test_models import build, save_model
+from tests.unit.trainer.test_models import save_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -156,31 +148,9 @@ def test_what_another_document_holds_changes_no_bit() -> None:
         assert not torch.equal(one[:, 20:70], other[:, 20:70])
 
 
-@pytest.mark.parametrize("lengths", [[1], [2], [3, 1, 1, 2, 9], [4, 4], [30]])
-@pytest.mark.parametrize("width", [1, 4])
-def test_the_convolution_is_that_of_transformers_of_each_document(lengths: list[int], width: int) -> None:
-    from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn
-
-    torch.manual_seed(0)
-    tokens = torch.randn(1, sum(lengths), 6, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(6, width, dtype=torch.float64, requires_grad=True)
-    gradient = torch.randn(1, sum(lengths), 6, dtype=torch.float64)
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
-
-    found = gradients(convolution_operator(tokens, weight, ends), [tokens, weight], gradient)
-
-    alone = [causal_conv1d_fn(each.mT, weight).mT for each in tokens.split(lengths, dim=1)]
-    wanted = gradients(torch.cat(alone, dim=1), [tokens, weight], gradient)
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_the_operators_are_what_a_compiler_is_told_of_them() -> None:
+def test_the_operator_is_what_a_compiler_is_told_of_it() -> None:
     inputs, _, ends = random_inputs([5, 9, 1], 2, 4, torch.float32)
     torch.library.opcheck(rule_operator, (*inputs, ends))
-    # Rows of channels, as transformers has them
-    tokens = torch.randn(1, 6, 15).mT.requires_grad_()
-    torch.library.opcheck(convolution_operator, (tokens, torch.randn(6, 4), ends))
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 64, 64), (4, 4, 32, 16), (1, 4, 16, 48)])
@@ -198,92 +168,6 @@ def test_what_the_backward_pass_holds_is_what_is_said(monkeypatch: pytest.Monkey
         assert held <= delta_rule.working_bytes(key, value) <= 1.25 * held
 
 
-TOGETHER = (70, 3, 64, 1, 130, 9)
-
-
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
-@pytest.mark.parametrize("kind", LINEAR_ATTENTION)
-def test_documents_of_several_chunks_train_as_those_of_transformers(tmp_path: Path, kind: str, how: str) -> None:
-    # Given a model, and documents that end within chunks and beside them
-    reference = save_model(kind, tmp_path)
-    trained = build(tmp_path, activationCheckpointing=how)
-    ids = torch.randint(3, 128, (sum(TOGETHER),), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for length in TOGETHER])
-    targets = (positions.roll(-1) != 0).nonzero()[:, 0]
-
-    # When it is trained on all at once, and transformers on each
-    loss, _ = trained.model(ids, positions, Boundaries.of(TOGETHER), targets, ids[targets + 1], 1.0)
-    loss.backward()
-    trained.grad_norm()
-    expected = torch.stack(
-        [
-            cross_entropy(reference(input_ids=each[None]).logits[0, :-1], each[1:], reduction="sum")
-            for each in ids.split(TOGETHER)
-        ]
-    ).sum()
-    expected.backward()
-
-    # Then nothing but rounding differs, in the numbers of these layers too
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    found = {name: gathered(each.grad) for name, each in trained.model.huggingface.named_parameters()}
-    for leaf in ("A_log", "dt_bias", "conv1d.weight"):
-        assert any(name.endswith(f"linear_attn.{leaf}") for name in found)
-    whole = torch.nn.utils.get_total_norm([each.grad for each in reference.parameters()])
-    for name, each in reference.named_parameters():
-        # Of a head that forgets at once, what its decay gets is what rounding leaves of sums that cancel.
-        assert (found[name] - each.grad).norm() <= 5e-6 * each.grad.norm() + 1e-8 * whole, name
-
-
-def test_documents_of_no_run_are_computed_as_transformers_does(tmp_path: Path) -> None:
-    # Given a model of a type that this process trains
-    reference = save_model("qwen3_5_text", tmp_path)
-    ids = torch.arange(3, 12)[None]
-    before = reference(input_ids=ids).logits
-    build_on_meta(tmp_path)
-
-    # Then one of its class that is told of no documents is as it was, and may have a cache
-    assert torch.equal(reference(input_ids=ids).logits, before)
-    generated = reference.generate(ids, max_new_tokens=3, do_sample=False)
-    assert generated.shape == (1, 12)
-
-
-def test_weight_decay_is_that_of_matrices_and_filters(tmp_path: Path) -> None:
-    save_model("qwen3_5_text", tmp_path)
-    model: Any = build_on_meta(tmp_path).huggingface
-    spec = resolve(manifest(tmp_path, tmp_path)).spec
-    named = dict(model.named_parameters())
-
-    decayed = {id(each) for each in build_optimizer(named.items(), spec, 1e-3).param_groups[0]["params"]}
-
-    layer = {
-        name.rpartition("linear_attn.")[2]: id(each) in decayed for name, each in named.items() if "linear" in name
-    }
-    projections = dict.fromkeys((f"in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")), True)
-    without = dict.fromkeys(("A_log", "dt_bias", "norm.weight"), False)
-    assert layer == {**projections, **without, "conv1d.weight": True, "out_proj.weight": True}
-
-
-@pytest.mark.parametrize(
-    ("kind", "projections"),
-    [
-        ("qwen3_5_text", ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]),
-        ("qwen3_next", ["in_proj_qkvz", "in_proj_ba"]),
-    ],
-)
-def test_adapters_are_put_beside_all_projections_and_no_filter(
-    tmp_path: Path, kind: str, projections: list[str]
-) -> None:
-    save_model(kind, tmp_path)
-    model: Any = build_on_meta(tmp_path).huggingface
-    lora = resolve(manifest(tmp_path, tmp_path, lora={"rank": 4})).spec.lora
-    assert lora is not None
-    wanted = {name for name in linear_layers(model)[0] if name != "lm_head"}
-
-    assert {*add_adapters(model, lora)} == wanted
-
-    assert {f"model.layers.0.linear_attn.{name}" for name in (*projections, "out_proj")} <= wanted
-
-
 def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -291,15 +175,6 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> N
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "mtp.layers.0.self_attn.q_proj.weight": torch.zeros(8, 8)}, file)
     assert not unread_tensors(build_on_meta(tmp_path), tmp_path)
-
-
-def test_processes_that_share_tokens_are_refused(tmp_path: Path) -> None:
-    save_model("qwen3_5_text", tmp_path)
-    config = build_on_meta(tmp_path).huggingface.config
-    check_heads(config, 1, 1)
-    words = "sequenceParallelDegree is 2, but a model of type 'qwen3_5_text' has layers of linear attention.*leave it"
-    with pytest.raises(ConfigError, match=words):
-        check_heads(config, 2, 2)
 
 
 @pytest.mark.parametrize("keys", [0, 3])
@@ -314,7 +189,5 @@ def test_heads_of_values_without_any_of_keys_are_refused(tmp_path: Path, keys: i
 
 def test_what_a_layer_would_compute_otherwise_is_refused() -> None:
     inputs, _, ends = random_inputs([5], 2, 4, torch.float32)
-    with pytest.raises(ModelError, match="queries and keys that are not normalised, or a state is not supported"):
-        gated_delta._ruled(*inputs, cu_seqlens=ends)
-    with pytest.raises(ModelError, match="a bias of its convolution, or shared tokens is not supported"):
-        gated_delta._convolved(inputs[0][0], inputs[0][0, 0], inputs[0][0, 0, 0], cu_seq_lens_q=ends)
+    with pytest.raises(ModelError, match="queries and keys that are not normalised, or a state, is not supported"):
+        gated_delta.ruled(*inputs, cu_seqlens=ends)

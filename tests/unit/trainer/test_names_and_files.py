@@ -40,6 +40,8 @@ GEMMA_4 = {
     "enable_moe_block": True,
     "top_k_experts": 2,
 }
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
+MAMBA_2 = {"mamba_n_heads": 2, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_expand": 2}
 KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("phi3", {}),
@@ -63,6 +65,28 @@ KINDS = [
     ("qwen3_5_text", GATED_DELTA_NETS),
     ("qwen3_5_moe_text", {**EXPERTS, **GATED_DELTA_NETS}),
     ("qwen3_next", {**EXPERTS, **GATED_DELTA_NETS}),
+    ("lfm2", CONVOLUTIONS),
+    ("lfm2_moe", {**EXPERTS, **CONVOLUTIONS, "num_dense_layers": 1}),
+    ("lfm3", {**CONVOLUTIONS, "head_dim": 4}),
+    ("bamba", {**MAMBA_2, "attn_layer_indices": [1]}),
+    ("falcon_h1", {**MAMBA_2, "mamba_d_ssm": 16}),
+    (
+        "granitemoehybrid",
+        {**MAMBA_2, **EXPERTS, "shared_intermediate_size": 6, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    (
+        "nemotron_h",
+        {
+            **EXPERTS,
+            "n_routed_experts": 3,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 2,
+            "mamba_head_dim": 4,
+            "n_groups": 2,
+            "ssm_state_size": 4,
+            "moe_shared_expert_intermediate_size": 6,
+        },
+    ),
 ]
 
 

@@ -42,6 +42,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {}),
     ("gemma", {}),
     ("olmo2", {}),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ("falcon_h1", {"mamba_d_head": 32, "mamba_d_ssm": 128}),
 ]
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8}
 MIXTURES: list[tuple[str, dict[str, Any]]] = [
@@ -58,6 +60,9 @@ MIXTURES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {**EXPERTS, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 16}),
     ("minimax_m2", EXPERTS),
     ("gemma4_text", {**EXPERTS, "hidden_size_per_layer_input": 64}),
+    ("lfm2_moe", {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    ("granitemoehybrid", {**EXPERTS, "shared_intermediate_size": 64, "mamba_d_head": 32}),
+    ("nemotron_h", {**EXPERTS, "moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16}),
     (
         "qwen3_next",
         {**EXPERTS, "shared_expert_intermediate_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
@@ -195,7 +200,7 @@ def both(folder: Path, kind: str, lora: dict[str, Any], **options: Any) -> list[
 def test_a_base_in_4_bits_computes_as_one_that_was_rounded_before(
     tmp_path: Path, kind: str, options: dict[str, Any], precision: str, activation_checkpointing: str
 ) -> None:
-    lora = {"excludeModules": ["o_proj"], "dropout": 0.1}
+    lora = {"excludeModules": ["out_proj" if kind.startswith("lfm2") else "o_proj"], "dropout": 0.1}
     chosen = {"precision": precision, "activationCheckpointing": activation_checkpointing}
 
     runs = both(tmp_path, kind, lora, **options, **chosen)

@@ -56,7 +56,7 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
 }
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
-UNCOUNTED = ("gemma4", "glm4v_moe", "llama4")
+UNCOUNTED = ("gemma4", "glm4v_moe", "lfm2_vl", "llama4")
 """Of their text parts there is no formula."""
 
 
@@ -488,9 +488,9 @@ def test_the_card_of_adapters_says_how_the_whole_is_loaded_with_overrides(tmp_pa
     [
         (
             "internvl",
-            {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+            {"model_type": "jamba"},
             "of a model of type 'internvl' the text part would be trained, and that is refused: a model of type "
-            "'lfm2' is not supported: it has layers of type conv",
+            "'jamba' is not supported: it has layers of type linear_attention",
         ),
         ("internvl", {"model_type": "cohere2", "logit_scale": 0.25}, "'internvl' .*makes something else of a text"),
     ],

@@ -20,6 +20,7 @@ from sft_trainer.data.tokenizer import Codec
 from sft_trainer.errors import DISK_FULL, StorageFullError
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
+from sft_trainer.models.lora import stacked_weights
 from sft_trainer.models.overrides import in_words
 from sft_trainer.models.routers import within_routers
 from sft_trainer.models.text_part import Whole
@@ -213,7 +214,8 @@ def _in_4_bits(config: TrainerConfig, model: CausalLM) -> str:
     if not has_experts(model.huggingface):
         return loaded
     replace = 'bitsandbytes.nn.parametrize.replace_parameter_4bit(experts, name, quant_type="nf4", blocksize=64)'
-    besides = f"`{replace}` for gate_up_proj and down_proj of each layer"
+    stacked = dict.fromkeys(name.rpartition(".")[2] for name in stacked_weights(model.huggingface))
+    besides = f"`{replace}` for {' and '.join(stacked)} of each layer"
     if model.names.packs:
         besides += (
             "; files in MXFP4 take no such config: they are loaded with `Mxfp4Config(dequantize=True)`, and `weight` "

@@ -15,51 +15,15 @@ import torch
 from torch import library
 from torch.nn.functional import pad
 
-from sft_api.memory import RULE_AT_ONCE, RULE_CHUNK, rule_bytes
+from sft_api.memory import RULE_AT_ONCE, rule_bytes
 from sft_api.model_shape import GatedDelta
 
-_CHUNK = RULE_CHUNK
-"""Tokens of one, as transformers and flash-linear-attention have it."""
+from .chunks import CHUNK, Chunks, Decays, exact, in_a_row, in_chunks, of_decay
+
 _AT_ONCE = RULE_AT_ONCE
 """Tokens times heads of values that are computed at a time, where one head of keys has no more."""
 _EPSILON = 1e-6
 """Of the norm of queries and keys, as transformers and flash-linear-attention have it."""
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """In which numbers of ``dtype`` are computed with here."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def documents_of(tokens: int, ends: torch.Tensor) -> torch.Tensor:
-    """The number of the document of each of ``tokens``, (tokens,); those behind the last document are another."""
-    return torch.bucketize(torch.arange(tokens, device=ends.device, dtype=ends.dtype), ends[1:], right=True)
-
-
-class _Chunks(NamedTuple):
-    """How documents lie in chunks, of which the last is filled up with tokens of none."""
-
-    together: torch.Tensor
-    """Which token (columns) is of the document of each (rows), and not after it: (chunks, 1, tokens, tokens)."""
-    goes_on: torch.Tensor
-    """Which tokens are of the document that the chunk before ended with: (chunks, 1, tokens)."""
-    is_last: torch.Tensor
-    """Which are of the document that the chunk ends with: (chunks, 1, tokens)."""
-    is_filled: torch.Tensor
-    """Whether that is also the one that goes on, which fills the chunk then: (chunks, 1)."""
-
-    @classmethod
-    def of(cls, tokens: int, ends: torch.Tensor, size: int) -> "_Chunks":
-        document = documents_of(-(-tokens // size) * size, ends).view(-1, size)
-        # Nothing goes on in the first chunk.
-        before = pad(document[:-1, -1:], (0, 0, 1, 0), value=-1)
-        same = document[:, :, None] == document[:, None, :]
-        return cls(
-            together=same.tril()[:, None],
-            goes_on=(document == before)[:, None],
-            is_last=(document == document[:, -1:])[:, None],
-            is_filled=document[:, -1:] == before,
-        )
 
 
 class _Inputs(NamedTuple):
@@ -80,14 +44,7 @@ class _Inputs(NamedTuple):
 class _Computed(NamedTuple):
     """What the forward pass comes to on its way, and the backward pass needs."""
 
-    between: torch.Tensor
-    """The decay from one token of a document to a later one, else 0: (chunks, heads, tokens, tokens)."""
-    reach: torch.Tensor
-    """What of the state from before the chunk is left at each token, (chunks, heads, tokens)."""
-    rest: torch.Tensor
-    """What of each token's part in it is left at the end of the chunk, (chunks, heads, tokens)."""
-    left: torch.Tensor
-    """What of the state from before is left there, (chunks, heads)."""
+    decays: Decays
     similar: torch.Tensor
     """Products of keys, (chunks, heads, tokens, tokens)."""
     system: torch.Tensor
@@ -105,15 +62,10 @@ class _Computed(NamedTuple):
     """For each token: (chunks, heads, tokens, value size)."""
 
 
-def _compute(inputs: _Inputs, chunks: _Chunks) -> _Computed:
+def _compute(inputs: _Inputs, chunks: Chunks) -> _Computed:
     query, key, value, decay, beta = inputs
-    # Sums over tokens of one document only: of others nothing is added that would have to be taken away again.
-    sums = (chunks.together.to(decay.dtype) @ decay[..., None])[..., 0]
-    apart = sums[..., :, None] - sums[..., None, :]
-    between = apart.masked_fill_(~chunks.together, -torch.inf).exp_()
-    reach = sums.exp() * chunks.goes_on
-    rest = (sums[..., -1:] - sums).masked_fill_(~chunks.is_last, -torch.inf).exp_()
-    left = sums[..., -1].exp() * chunks.is_filled
+    decays = Decays.of(decay, chunks)
+    between, reach, rest, left = decays
     similar = key @ key.mT
     system = (similar * between * beta[..., None]).tril(-1)
     asked = torch.cat([value * beta[..., None], key * (beta * reach)[..., None]], -1)
@@ -128,20 +80,18 @@ def _compute(inputs: _Inputs, chunks: _Chunks) -> _Computed:
     torch.matmul(to_state, written[:-1], out=states[1:])
     for number, step in enumerate(steps):
         states[number + 1].baddbmm_(step, states[number])
-    return _Computed(
-        between, reach, rest, left, similar, system, solved, attention, states, steps, written - read @ states
-    )
+    return _Computed(decays, similar, system, solved, attention, states, steps, written - read @ states)
 
 
 def _output(inputs: _Inputs, computed: _Computed) -> torch.Tensor:
     """(chunks, heads, tokens, value size)."""
-    return (inputs.query * computed.reach[..., None]) @ computed.states + computed.attention @ computed.written
+    return (inputs.query * computed.decays.reach[..., None]) @ computed.states + computed.attention @ computed.written
 
 
-def _back(gradient: torch.Tensor, inputs: _Inputs, computed: _Computed, chunks: _Chunks) -> _Inputs:
+def _back(gradient: torch.Tensor, inputs: _Inputs, computed: _Computed, chunks: Chunks) -> _Inputs:
     """Gradients of ``inputs`` from that of ``_output``."""
     query, key, value, _, beta = inputs
-    between, reach, rest, left, similar, system, solved, attention, states, steps, written = computed
+    (between, reach, rest, left), similar, system, solved, attention, states, steps, written = computed
     read = solved[..., value.shape[-1] :]
     # What is read of the chunk itself.
     of_attention = (gradient @ written.mT).mul_(between)
@@ -175,11 +125,8 @@ def _back(gradient: torch.Tensor, inputs: _Inputs, computed: _Computed, chunks: 
     of_beta += (of_products * similar).sum(-1)
     of_products = of_products.mul_(beta[..., None])
     of_key += (of_products + of_products.mT) @ key
-    # Sums of decays: each of those from its own token on.
-    of_sums = of_between.sum(-1) - of_between.sum(-2) + of_reach - of_rest
-    of_sums[..., -1] += of_rest.sum(-1) + of_left
-    of_decay = (chunks.together.to(of_sums.dtype).mT @ of_sums[..., None])[..., 0]
-    return _Inputs(of_query, of_key, of_value * beta[..., None], of_decay, of_beta)
+    decayed = of_decay(Decays(of_between, of_reach, of_rest, of_left), chunks)
+    return _Inputs(of_query, of_key, of_value * beta[..., None], decayed, of_beta)
 
 
 def _normalised(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,18 +141,9 @@ def _before_the_norm(gradient: torch.Tensor, normalised: torch.Tensor, factor: t
     return (gradient - normalised * (gradient * normalised).sum(-1, keepdim=True)) * factor
 
 
-def _in_chunks(numbers: torch.Tensor, size: int) -> torch.Tensor:
+def _by_heads(numbers: torch.Tensor, size: int) -> torch.Tensor:
     """(tokens, heads, …) as (chunks, heads, tokens, …), exact, filled up with zeros."""
-    numbers = numbers.to(exact(numbers.dtype))
-    missing = -numbers.shape[0] % size
-    filled = pad(numbers, (0, 0) * (numbers.ndim - 1) + (0, missing))
-    chunks: torch.Tensor = filled.unflatten(0, (-1, size))
-    return chunks.transpose(1, 2).contiguous()
-
-
-def _in_a_row(chunks: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The inverse of ``_in_chunks``."""
-    return chunks.transpose(1, 2).flatten(0, 1)[:tokens]
+    return in_chunks(numbers, size).transpose(1, 2).contiguous()
 
 
 def _some_heads(key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[slice, slice]]:
@@ -223,9 +161,9 @@ def _inputs(
     """Of normalised ``query`` and ``key``, and the heads of the others that share them, (tokens, heads, …) each."""
     sharing = value.shape[1] // key.shape[1]
     query, key = (
-        _in_chunks(each.repeat_interleave(sharing, dim=1), size) for each in (query * query.shape[-1] ** -0.5, key)
+        _by_heads(each.repeat_interleave(sharing, dim=1), size) for each in (query * query.shape[-1] ** -0.5, key)
     )
-    return _Inputs(query, key, *(_in_chunks(each, size) for each in (value, decay, beta)))
+    return _Inputs(query, key, *(_by_heads(each, size) for each in (value, decay, beta)))
 
 
 def _of_some(
@@ -234,12 +172,12 @@ def _of_some(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    chunks: _Chunks,
+    chunks: Chunks,
     size: int,
 ) -> torch.Tensor:
     """What ``_rule`` gives of some heads, (tokens, heads, …) each."""
     inputs = _inputs(_normalised(query)[0], _normalised(key)[0], value, decay, beta, size)
-    return _in_a_row(_output(inputs, _compute(inputs, chunks)), query.shape[0])
+    return in_a_row(_output(inputs, _compute(inputs, chunks)).transpose(1, 2), query.shape[0])
 
 
 def _back_of_some(
@@ -249,15 +187,15 @@ def _back_of_some(
     value: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    chunks: _Chunks,
+    chunks: Chunks,
     size: int,
 ) -> tuple[torch.Tensor, ...]:
     """What ``_rule_backward`` gives of some heads, (tokens, heads, …) each."""
     (query, of_norm_q), (key, of_norm_k) = _normalised(query), _normalised(key)
     inputs = _inputs(query, key, value, decay, beta, size)
-    found = _back(_in_chunks(gradient, size), inputs, _compute(inputs, chunks), chunks)
+    found = _back(_by_heads(gradient, size), inputs, _compute(inputs, chunks), chunks)
     del inputs
-    of_query, of_key, *others = (_in_a_row(each, query.shape[0]) for each in found)
+    of_query, of_key, *others = (in_a_row(each.transpose(1, 2), query.shape[0]) for each in found)
     of_query, of_key = (each.unflatten(1, (key.shape[1], -1)).sum(2) for each in (of_query, of_key))
     of_query = _before_the_norm(of_query * query.shape[-1] ** -0.5, query, of_norm_q)
     return of_query, _before_the_norm(of_key, key, of_norm_k), *others
@@ -291,7 +229,7 @@ def _rule(
     decay: torch.Tensor,
     beta: torch.Tensor,
     ends: torch.Tensor,
-    size: int = _CHUNK,
+    size: int = CHUNK,
 ) -> torch.Tensor:
     """What the queries read, (1, tokens, value heads, value size), in the dtype of ``query``.
 
@@ -300,7 +238,7 @@ def _rule(
     is multiplied by, ``beta`` the share that is replaced, both (1, tokens, value heads). ``ends`` (documents + 1,) is
     the cumulative sum of the documents' lengths from 0 on.
     """
-    chunks = _Chunks.of(query.shape[1], ends, size)
+    chunks = Chunks.of(query.shape[1], ends, size)
     output = _room(query, key, value)
     for of_keys, of_values in _some_heads(key, value):
         q, k = (each[0, :, of_keys] for each in (query, key))
@@ -317,10 +255,10 @@ def _rule_backward(
     decay: torch.Tensor,
     beta: torch.Tensor,
     ends: torch.Tensor,
-    size: int = _CHUNK,
+    size: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``query``, ``key``, ``value``, ``decay`` and ``beta``, in their shapes, from that of ``_rule``."""
-    chunks = _Chunks.of(query.shape[1], ends, size)
+    chunks = Chunks.of(query.shape[1], ends, size)
     found = _room_for_gradients(gradient, query, key, value, decay, beta)
     for of_keys, of_values in _some_heads(key, value):
         heads = of_keys, of_keys, of_values, of_values, of_values

@@ -8,7 +8,7 @@ import inspect
 from functools import partial, wraps
 from typing import Any
 
-from . import gated_delta
+from . import in_order
 
 KEEPING = ("nemotron", "stablelm")
 """Types whose layers know any argument, and give their attention, which does too, none of these."""
@@ -20,7 +20,7 @@ def keep_documents_apart(huggingface: Any) -> None:
 
     Raises ``ModelError`` where they cannot.
     """
-    gated_delta.keep_documents_apart(huggingface)
+    in_order.keep_documents_apart(huggingface)
     if huggingface.config.model_type in KEEPING:
         for kind in {type(layer) for layer in huggingface.base_model.layers}:
             if not hasattr(kind, _HANDS_ON):

@@ -95,7 +95,7 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
     ``chosen`` and ``weights`` are (tokens, experts of each); a module may multiply what goes into its experts by these
     in place of what comes out. ``module`` has ``gate_up_proj`` (experts, 2 inner, width)
     and ``down_proj`` (experts, width, inner), or both transposed, either of them packed or not, with adapters or not.
-    Those with biases have the gate in even columns and up in odd ones.
+    Those with biases have the gate in even columns and up in odd ones; those without a gate have ``up_proj`` alone.
     """
     each = chosen.shape[-1]
     experts, order = chosen.flatten().sort()
@@ -112,9 +112,12 @@ def grouped_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, wei
         return rows * weights.flatten()[order, None]
 
     scales_inputs = getattr(module, SCALES_INPUTS, False)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
     # Nothing here may keep what goes in: it is as large as what comes out.
-    product = product_with(weighed(hidden[order // each]) if scales_inputs else hidden[order // each], "gate_up_proj")
-    if module.has_bias:
+    product = product_with(weighed(hidden[order // each]) if scales_inputs else hidden[order // each], name)
+    if not module.has_gate:
+        product = module.act_fn(product)
+    elif module.has_bias:
         product = product + module.gate_up_proj_bias[experts]
         product = _Gated.apply(product, module.alpha, module.limit)
     else:

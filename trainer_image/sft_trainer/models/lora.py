@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from sft_api.adapters import AdapterError, adapted, hint_on_experts
+from sft_api.adapters import AdapterError, adapted, hint_on_experts, refused_by_peft
 from sft_api.memory import ROW_MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
@@ -135,20 +135,21 @@ def stacked_weights(huggingface: Any) -> list[str]:
 
 
 def linear_layers(huggingface: Any) -> tuple[list[str], str | None]:
-    """Names of all linear layers of a Hugging Face model but those of routers, in order, and that of its head.
+    """Names of all linear layers of a Hugging Face model but those of routers, and those that peft has no adapters of,
+    in order, and that of its head.
 
     Raises ``ConfigError`` where the layers of a kind have a forward pass of their own, beside which no adapter could be
     put in.
     """
     head = huggingface.get_output_embeddings()
-    routers = within_routers(huggingface)
+    routers, kind = within_routers(huggingface), huggingface.config.model_type
     names, named_head = [], None
     for name, module in huggingface.named_modules():
-        if not isinstance(module, nn.Linear) or module in routers:
+        if not isinstance(module, nn.Linear) or module in routers or refused_by_peft(kind, name):
             continue
         if type(module).forward is not nn.Linear.forward:
             raise ConfigError(
-                f"lora: {name} of a model of type {huggingface.config.model_type!r} is a {type(module).__name__}, "
+                f"lora: {name} of a model of type {kind!r} is a {type(module).__name__}, "
                 "which computes otherwise than a linear layer: no adapter fits it; train all weights, without lora"
             )
         names.append(name)

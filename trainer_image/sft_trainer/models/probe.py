@@ -22,13 +22,11 @@ from sft_trainer.versions import build_of_class, keeps_state
 from . import llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments
 from .flash_attention import Kind
-from .gated_delta import has_gated_delta_nets
+from .in_order import layers_in_order
 from .layer_configs import head_size, heads_of_keys, layer_configs, varying
 from .windows import held
 
-_SUPPORTED_LAYERS: tuple[str, ...] = ("full_attention", "sliding_attention")
-_GATED_DELTA_NET = "linear_attention"
-"""What a type of ``has_gated_delta_nets`` calls layers of these: others have something else that is called so."""
+_SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 _VOCABULARY = 64
 _WIDTH = 32
 _HEADS = 2
@@ -214,20 +212,18 @@ def _refuse_recurrent(model: Any, kind: str) -> None:
 
 def _recurrent(model: Any) -> str:
     """What says without any computation that documents would be mixed; empty when nothing does."""
-    is_known = has_gated_delta_nets(model.config)
-    supported = _SUPPORTED_LAYERS
-    if is_known:
-        supported += (_GATED_DELTA_NET,)
+    in_order = layers_in_order(model.config)
+    supported = {*_SUPPORTED_LAYERS, *in_order}
     if model.config.model_type == llama4.KIND:
-        supported += (llama4.CHUNKED,)
-    layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - {*supported})
+        supported.add(llama4.CHUNKED)
+    layers = sorted({*(getattr(model.config, "layer_types", None) or ())} - supported)
     if layers:
         return f"layers of type {', '.join(layers)}"
     modules = model.base_model.layers.modules()
     convolutions = sorted({type(module).__name__ for module in modules if isinstance(module, nn.Conv1d)})
-    if convolutions and not is_known:
+    if convolutions and not in_order:
         return f"{', '.join(convolutions)} in its layers"
-    if keeps_state(model) and not is_known:
+    if keeps_state(model) and not in_order:
         return "a recurrent state"
     if not isinstance(getattr(model.config, "num_attention_heads", None), int):
         return "no num_attention_heads in its config"
@@ -271,6 +267,8 @@ def _small_config(config: Any) -> Any:
     for name, value in _SMALL.items():
         if hasattr(small, name):
             setattr(small, name, value)
+    for name, value in _small_mamba(config).items():
+        setattr(small, name, value)
     small.num_hidden_layers = len(chosen)
     small.hidden_size = _HEADS * head_size(layers[0])
     if reusing := getattr(config, _REUSING, 0):
@@ -287,6 +285,21 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
     """Fields of ``config`` with as many values as there are layers."""
     count = config.num_hidden_layers
     return {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
+
+
+def _small_mamba(config: Any) -> dict[str, Any]:
+    """Of a small model the fields of its layers of Mamba 2: their heads are as wide as those of attention."""
+    if hasattr(config, "mamba_num_heads"):
+        return {"mamba_num_heads": 2 * _HEADS, "n_groups": min(_HEADS, config.n_groups)}
+    if not hasattr(config, "mamba_n_heads"):
+        return {}
+    size = head_size(config)
+    fields = {"mamba_n_heads": 2 * _HEADS, "mamba_n_groups": min(_HEADS, config.mamba_n_groups), "mamba_d_head": size}
+    if getattr(config, "mamba_d_ssm", None) is not None:
+        fields["mamba_d_ssm"] = 2 * _HEADS * size
+    # One type says which of its layers have attention by their numbers.
+    attending = {"attn_layer_indices": [1]} if getattr(config, "attn_layer_indices", None) else {}
+    return {**fields, "mamba_expand": 2, **attending}
 
 
 def _chosen(config: Any) -> list[int]:

@@ -23,7 +23,7 @@ from .documents import attention_operator
 from .exchange import SharedTokens, by_heads, by_tokens, sinks_here
 from .explicit_attention import attend_explicitly, working_bytes
 from .flash_attention import kind_of
-from .gated_delta import has_gated_delta_nets
+from .in_order import layers_in_order
 
 _STAND_IN = "sft_documents_counted"
 
@@ -156,7 +156,7 @@ def track_blocks(
     model = CausalLM(huggingface)
     prepared(model)
     boundaries = boundary_arguments(Boundaries.of([tokens * degree]))
-    if has_gated_delta_nets(huggingface.config):
+    if layers_in_order(huggingface.config):
         boundaries["holding"] = _Working.apply
     if degree > 1:
         boundaries["shared_tokens"] = SharedTokens("", degree, 0)

@@ -301,6 +301,9 @@ def initialize_buffers(model: CausalLM) -> None:
         buffer.fill_(nothing[name])
     for module_name in sorted({name.rpartition(".")[0] for name in buffers}):
         initialize(huggingface, huggingface.get_submodule(module_name))
+    if not all(bool(buffer.isfinite().all()) for buffer in buffers.values()):
+        # One type gives its layers theirs from above.
+        initialize(huggingface, huggingface.base_model)
     for name, buffer in buffers.items():
         if bool((buffer == nothing[name]).any()) or not bool(buffer.isfinite().all()):
             raise ModelError(f"the model's buffer {name} cannot be computed: this architecture is not supported")

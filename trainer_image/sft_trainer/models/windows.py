@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import llama4
-from .gated_delta import has_gated_delta_nets
+from .in_order import layers_without_attention
 
 _BY_CONFIG = ("ministral3", "mistral", "mixtral", "olmoe", "phi3", "starcoder2")
 """Types whose attention reads ``sliding_window`` of the config, in every layer; that of others holds its own, if any.
@@ -23,11 +23,12 @@ class Chunks:
 
 def windows(huggingface: Any) -> list[int | Chunks | None]:
     """Tokens that a token sees at most, itself included, in each layer of the model, or in which chunks; None where all
-    of its document, and 0 in a layer of linear attention, which looks at none again."""
+    of its document, and 0 in a layer without attention."""
     config, blocks = huggingface.config, huggingface.base_model.layers
     common = getattr(config, "sliding_window", None) if config.model_type in _BY_CONFIG else None
-    kinds = config.layer_types if has_gated_delta_nets(config) else [None] * len(blocks)
-    return [0 if kind == "linear_attention" else _own(block, common) for kind, block in zip(kinds, blocks, strict=True)]
+    without = layers_without_attention(config)
+    kinds = config.layer_types if without else [None] * len(blocks)
+    return [0 if kind in without else _own(block, common) for kind, block in zip(kinds, blocks, strict=True)]
 
 
 def held(module: Any) -> int | None:

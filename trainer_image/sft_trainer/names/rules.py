@@ -58,6 +58,7 @@ RULES: Mapping[str, Rules] = {
     "gpt_neox": Rules(renamed=(("lm_head.", "embed_out."),)),
     "gpt_oss": Rules(packed=("gate_up_proj", "down_proj")),
     "granitemoe": _STACKED,
+    "granitemoehybrid": _STACKED,
     "granitemoeshared": _STACKED,
     "hunyuan_v1_moe": Rules(experts=_GATED),
     "hy_v3": Rules(
@@ -68,9 +69,14 @@ RULES: Mapping[str, Rules] = {
         ),
         experts=_GATED,
     ),
+    "lfm2_moe": Rules(experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
+    "lfm3": Rules(renamed=((".self_attn.g_proj.", ".self_attn.gate_proj."),)),
     "mellum": Rules(experts=_GATED),
     "minimax_m2": _MIXTRAL,
     "mixtral": _MIXTRAL,
+    "nemotron_h": Rules(
+        renamed=(("model.", "backbone."),), experts={"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+    ),
     "olmoe": Rules(experts=_GATED),
     "qwen2_moe": Rules(experts=_GATED),
     "qwen3_5_moe_text": Rules(experts=_GATED),
