@@ -374,7 +374,7 @@ def test_blocks_of_every_accepted_type_are_seen(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "module", "name", "value"),
     [
-        ("lfm2", convolution, "_EXACT_COPIES", 10**6),
+        ("lfm2", convolution, "CONVOLUTION_COPIES", 10**6),
         ("qwen3_5_text", gated_delta, "working_bytes", lambda *_: 10**9),
         ("bamba", state_space, "working_bytes", lambda *_: 10**9),
     ],

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from sft_api.memory import CONVOLUTION_COPIES
 from sft_api.sequence_parallel import IN_ORDER, LINEAR_ATTENTION, MAMBA_2, SHORT_CONVOLUTIONS
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models import convolution
@@ -65,7 +66,7 @@ def test_what_the_backward_pass_of_the_convolution_holds_is_what_is_said(dtype: 
         convolution._convolve_backward(tokens, tokens, weight, torch.tensor([0, 100, 300], dtype=torch.int32))
     held = live.most - before
     # Filters, and which tokens are of one document, are next to nothing.
-    assert 0.98 * held <= convolution._EXACT_COPIES * tokens.numel() * 4 <= 1.4 * held
+    assert 0.98 * held <= CONVOLUTION_COPIES * tokens.numel() * 4 <= 1.4 * held
 
 
 def test_shared_tokens_are_refused() -> None:

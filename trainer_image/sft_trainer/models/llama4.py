@@ -41,7 +41,8 @@ def text_class() -> type:
             return super().forward(*arguments, **named)
 
     class Experts(of_experts):  # type: ignore[misc]
-        is_transposed, has_bias, scales_inputs, swapped_for_peft = True, False, True, True
+        has_gate, has_bias, is_transposed = True, False, True
+        scales_inputs = swapped_for_peft = True
 
         def _apply_gate(self, product: torch.Tensor) -> torch.Tensor:
             gate, up = product.chunk(2, dim=-1)
