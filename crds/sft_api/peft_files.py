@@ -249,7 +249,9 @@ class PeftFiles:
         for field, value in self.config.items():
             if field not in _KNOWN and value not in (None, False, 0, "none", "", [], {}):
                 said = f"{json.dumps(field):.100}: {_shown(value)}"
-                raise AdapterFilesError(f"its {EXPORT_ADAPTER_CONFIG} has {said}, which there is not here: {_MERGE}")
+                raise AdapterFilesError(
+                    f"its {EXPORT_ADAPTER_CONFIG} has {said}, which no run begins with here: {_MERGE}"
+                )
         if (begun := self.config.get("init_lora_weights")) not in _FIRST_VALUES:
             raise AdapterFilesError(
                 f"its init_lora_weights is {begun!r:.100}: such adapters belong to weights that were changed for them, "

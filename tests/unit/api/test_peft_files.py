@@ -158,7 +158,7 @@ def test_experts_have_a_rank_of_their_own(tmp_path: Path) -> None:
     [
         ({"peft_type": "LOHA"}, "its peft_type is 'LOHA', and only LORA can be trained here"),
         ({"peft_type": None}, "its peft_type is None"),
-        ({"use_dora": True}, '"use_dora": true, which there is not here: merge them into the model with peft'),
+        ({"use_dora": True}, '"use_dora": true, which no run begins with here: merge them into the model with peft'),
         ({"bias": "all"}, '"bias": "all"'),
         ({"lora_bias": True}, '"lora_bias": true'),
         ({"fan_in_fan_out": True}, '"fan_in_fan_out": true'),
