@@ -142,7 +142,10 @@ def _where_counted(uri: str, uncounted: str) -> str:
         return trainer
     name, _, revision = uri.removeprefix("hf://").partition("@")
     at = f" --revision {revision}" if revision else ""
-    return f"sft plan counts the rest where its config is (hf download {name} config.json{at}); {trainer}"
+    return (
+        f"sft plan counts the rest where its config is (hf download {name} config.json{at}) and docs/memory.md has a "
+        f"formula for its type; {trainer}"
+    )
 
 
 def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:

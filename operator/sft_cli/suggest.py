@@ -36,7 +36,10 @@ def show_suggestions(job: SFTJob, output: str) -> int:
                 f"{name}, {reason}: try a strategy with training.dummyRun; the trainer looks at the layers themselves, "
                 "and refuses what does not fit"
             )
-        raise UserError(f"{name}: fetch its config.json (hf download), or name a model of the table in docs/memory.md")
+        raise UserError(
+            f"{name}: fetch its config.json (hf download), which helps where docs/memory.md has a formula for its "
+            "type, or name a model of the table there"
+        )
     found = suggestions(spec, shape, gpu)
     if output == "text":
         for name, each in found.items():

@@ -389,7 +389,11 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
             "hf://own/model",
             None,
             "",
-            ["is not in the table", "model.parameters, e.g. 8B", "hf download own/model config.json)"],
+            [
+                "is not in the table",
+                "model.parameters, e.g. 8B",
+                "hf download own/model config.json) and docs/memory.md has a formula",
+            ],
         ),
         ("hf://own/model@v2", "8B", "", ["the least", "(hf download own/model config.json --revision v2)"]),
         ("hf://own/model", None, "of whose type 'arcee' there is no formula", ["'arcee'", "training.dummyRun"]),
