@@ -102,6 +102,12 @@ def adapted(
     return found
 
 
+def hint_on_peft(error: AdapterError, kind: str) -> AdapterError:
+    """What is wrong with names for a model of type ``kind``, which may have a layer called so that gets no adapter."""
+    leaf = _REFUSED_BY_PEFT.get(kind)
+    return AdapterError(f"{error}; {leaf} gets none, as peft would not load it") if leaf else error
+
+
 def hint_on_experts(error: AdapterError) -> str:
     """What is wrong with names for a mixture of experts, which has few of the layers that people mean."""
     return f"{error}; {OF_EXPERTS}"

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_api.adapters import AdapterError, adapted, adapter_parameters, hint_on_experts, refused_by_peft, within
+from sft_api.adapters import (
+    AdapterError,
+    adapted,
+    adapter_parameters,
+    hint_on_experts,
+    hint_on_peft,
+    refused_by_peft,
+    within,
+)
 from sft_api.layers import adapted_of
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
@@ -114,7 +122,8 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         if lora is not None:
             layers = adapted([*matrices, head], head, lora.target_modules, lora.exclude_modules, modules, [*stacked])
     except AdapterError as error:
-        return hint_on_experts(error) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(error)
+        told = hint_on_peft(error, kind)
+        return hint_on_experts(told) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(told)
     sizes = {**matrices, **stacked}
     of_layers = {name: sizes[name] for name in layers}
     added = adapter_parameters(of_layers, lora.rank, lora.rank_of_experts, dora=bool(lora.use_dora)) if lora else 0

@@ -15,7 +15,7 @@ from sft_trainer.models.attention import Boundaries
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.convolution import convolution_operator, convolved
 from sft_trainer.models.exchange import check_heads
-from sft_trainer.models.lora import add_adapters, linear_layers
+from sft_trainer.models.lora import adapted_layers, add_adapters, linear_layers
 from sft_trainer.models.tracking import LiveBytes
 from sft_trainer.optim import build_optimizer
 from tests.architectures import small_config
@@ -221,6 +221,9 @@ def test_adapters_are_put_beside_all_projections_and_no_filter(
     assert lora is not None
     wanted = {name for name in linear_layers(model)[0] if name != "lm_head"}
 
+    if kind == "nemotron_h":
+        with pytest.raises(ConfigError, match=r"'out_proj', .*; out_proj gets none, as peft would not load it"):
+            adapted_layers(model, lora.model_copy(update={"target_modules": ["out_proj"]}))
     assert {*add_adapters(model, lora)} == wanted
 
     assert {f"model.layers.0.{name}" for name in projections} <= wanted

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from sft_api.adapters import AdapterError, adapted, hint_on_experts, refused_by_peft
+from sft_api.adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, refused_by_peft
 from sft_api.memory import ROW_MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
@@ -165,7 +165,8 @@ def adapted_layers(huggingface: Any, lora: LoraSpec, trained: Collection[str] = 
     try:
         return adapted(names, head, lora.target_modules, lora.exclude_modules, trained, stacked_weights(huggingface))
     except AdapterError as error:
-        raise ConfigError(hint_on_experts(error) if has_experts(huggingface) else str(error)) from error
+        told = hint_on_peft(error, huggingface.config.model_type)
+        raise ConfigError(hint_on_experts(told) if has_experts(huggingface) else str(told)) from error
 
 
 def add_adapters(huggingface: Any, lora: LoraSpec, trained: Collection[str] = ()) -> list[str]:
