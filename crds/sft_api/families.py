@@ -58,6 +58,8 @@ class Family:
     """Whether the outputs of experts are multiplied by what the router gives in fp32."""
     routed_in_fp32: bool = False
     """Whether a router computes its logits in fp32."""
+    balanced: bool = True
+    """Whether transformers knows a load-balancing loss of such experts."""
     biased: bool = False
     """Whether experts and routers have biases, and attention where the config does not say otherwise."""
     sinks: bool = False
@@ -85,6 +87,7 @@ _ROUTED: dict[str, Any] = {
     "shared_field": "n_shared_experts",
     "weighed_in_fp32": True,
     "routed_in_fp32": True,
+    "balanced": False,
 }
 """As DeepSeek's routers and experts are, which others took over."""
 _WIDE_SHARED: dict[str, Any] = {"shared": "shared_expert", "shared_field": "shared_expert_intermediate_size"}

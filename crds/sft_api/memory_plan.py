@@ -249,10 +249,11 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
 
 def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     """Why a model of ``shape`` cannot have what ``spec`` asks for and its experts, or their lack, do not know."""
-    if spec.training.router_aux_loss_coefficient and not shape.experts:
+    if spec.training.router_aux_loss_coefficient and not (shape.experts and shape.family.balanced):
+        why = "was not trained with a load-balancing loss: transformers knows none for its type"
         return (
             f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "
-            f"{spec.model.uri} sends no tokens to experts: leave the field out"
+            f"{spec.model.uri} {why if shape.experts else 'sends no tokens to experts'}: leave the field out"
         )
     if spec.training.compile and shape.family.biased:
         return f"training.compile is true, but {spec.model.uri} {UNCOMPILED_EXPERTS}: leave the field out"

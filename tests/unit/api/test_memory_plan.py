@@ -373,6 +373,10 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
         "training.routerAuxLossCoefficient is 0.001, but hf://Qwen/Qwen3-0.6B sends no tokens to experts: leave the "
         "field out"
     )
+    assert refused({"uri": "hf://zai-org/GLM-4.5-Air"}, balanced) == (
+        "training.routerAuxLossCoefficient is 0.001, but hf://zai-org/GLM-4.5-Air was not trained with a "
+        "load-balancing loss: transformers knows none for its type: leave the field out"
+    )
     assert refused(small, compiled) == refused(own, balanced) == refused(own, compiled) == ""
     assert refused(mixture, compiled) == refused(mixture, {})
     assert "training.routerAuxLossCoefficient is" not in refused(mixture, balanced)

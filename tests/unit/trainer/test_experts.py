@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
+from sft_api.families import FAMILIES
 from sft_cli.trained import Trained, measure_trained
 from sft_trainer.data.batches import empty_micro_batch
 from sft_trainer.data.feed import BinTensors
@@ -222,6 +223,13 @@ def test_a_loss_that_the_model_does_not_have_is_refused(tmp_path: Path, kind: st
             check_balances(model)
         # Neither where its file has a field that its type does not know
         model.config.router_aux_loss_coef = 0.01
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.mixture])
+def test_whose_loss_transformers_knows_is_known_before_a_pod_is_made(kind: str) -> None:
+    from transformers import AutoConfig
+
+    assert hasattr(AutoConfig.for_model(kind), "router_aux_loss_coef") == FAMILIES[kind].balanced
 
 
 @pytest.mark.parametrize("kind", KINDS)
