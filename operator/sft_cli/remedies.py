@@ -119,9 +119,11 @@ def _is_in_8_bits(value: Any) -> bool:
 
 
 _PACKED = "lora.basePrecision: nf4"
+_SCALED_BY_ROOT = "lora.alpha: alpha times the root of the rank"
 
 _OTHER_NAMES = {
     "lr": "training.optimizer.learningRate",
+    "learningrate": "training.optimizer.learningRate",
     "numtrainepochs": "training.epochs",
     "numepochs": "training.epochs",
     "maxsteps": "training.steps",
@@ -196,10 +198,13 @@ _OTHER_NAMES = {
     "peft": "lora",
     "peftconfig": "lora",
     "usepeft": "lora",
+    "uselora": "lora",
     "lorar": "lora.rank",
     "lorarank": "lora.rank",
     "loraalpha": "lora.alpha",
     "loradropout": "lora.dropout",
+    "userslora": _SCALED_BY_ROOT,
+    "peftuserslora": _SCALED_BY_ROOT,
     "usedora": "lora.useDora",
     "peftusedora": "lora.useDora",
     "lorapluslrratio": "lora.learningRateRatio",

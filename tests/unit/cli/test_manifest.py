@@ -218,6 +218,11 @@ SENTENCES = {
     "compute: {resources: {requests: {memory: 16GB}}}": f"spec.compute.resources.requests.memory: {_QUANTITY}, got "
     '"16GB"; did you mean 16Gi or 16G?',
     "training: {lr: 1e-5}": "unknown field spec.training.lr; did you mean spec.training.optimizer.learningRate?",
+    "lora: {learningRate: 1e-4}": "unknown field spec.lora.learningRate; did you mean "
+    "spec.training.optimizer.learningRate?",
+    "lora: {use_lora: true}": "unknown field spec.lora.use_lora; did you mean spec.lora?",
+    "lora: {use_rslora: true}": "unknown field spec.lora.use_rslora; did you mean spec.lora.alpha: alpha times the "
+    "root of the rank?",
     "training: {num_train_epochs: 3}": "unknown field spec.training.num_train_epochs; did you mean "
     "spec.training.epochs?",
     "data: {train: [{uri: hf://org/rows}], max_seq_length: 512}": "unknown field spec.data.max_seq_length; did you "
