@@ -239,7 +239,7 @@ def test_a_merged_model_needs_the_base_that_was_trained_on_and_adapters_do_not(
 
 def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]) -> None:
     _, what = run
-    sections: dict[str, Any] = {"model": {"uri": "hf://org/model@main"}, "lora": LORA}
+    sections: dict[str, Any] = {"model": {"uri": "hf://org/model@main"}, "lora": {**LORA, "learningRateRatio": 16}}
     cards = {
         merge: model_card(
             resolve(job(Path("/in"), Path("/out"), **sections, export={"mergeAdapter": merge})),
@@ -252,7 +252,7 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
     assert cards[True].startswith("---\nlibrary_name: transformers\npipeline_tag")
     for card in cards.values():
         assert "- sft\n- lora\n---\n" in card
-        assert "| adapters | rank 3, alpha 6 |" in card
+        assert "| adapters | rank 3, alpha 6 |\n| learning rate of B | 16 times that of A |" in card
         assert f"| digest of the model | {what.manifest.run.base_digest} |" in card
         assert "4 bits" not in card
     sections["lora"] = {**LORA, "basePrecision": "nf4"}

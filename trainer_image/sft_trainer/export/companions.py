@@ -158,6 +158,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     peft = form_of(config.spec) == "adapter"
     if lora is not None:
         facts["adapters"] = lora.in_words
+        if lora.learning_rate_ratio is not None:
+            facts["learning rate of B"] = f"{lora.learning_rate_ratio:g} times that of A"
         if lora.adapter_uri is not None:
             facts["adapters began as those of"] = f"`{lora.adapter_uri}`"
         if lora.quantised == "nf4":
