@@ -44,8 +44,6 @@ _OF_A_LAYER = re.compile(r"(.*\.)?layers\.(?P<number>\d+)(\..*)?")
 _UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 _STAGED = 1.1
 """Of what is staged: the uploads take some as well."""
-_ENOUGH_LAYERS = 1024
-"""Of a model whose layers are looked at by name: more have none that these lack."""
 _WORTH_SAYING = 0.97
 """A remedy leaves less than this share of what is taken without it."""
 _SHOWN = 10
@@ -266,9 +264,9 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     lora = spec.lora
     if lora is None:
         return ""
-    looked_at = shape.blocks if shape.kinds else [shape] * min(shape.layers, _ENOUGH_LAYERS)
-    linear = [f"model.layers.{layer}.{name}" for layer, block in enumerate(looked_at) for name in block.linear]
-    stacked = [f"model.layers.{layer}.{name}" for layer, block in enumerate(looked_at) for name in block.of_experts]
+    blocks = [*enumerate(shape.blocks)]
+    linear = [f"model.layers.{layer}.{name}" for layer, block in blocks for name in block.linear]
+    stacked = [f"model.layers.{layer}.{name}" for layer, block in blocks for name in block.of_experts]
     try:
         modules = spec.training.trainable_modules or ()
         adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)

@@ -317,7 +317,7 @@ _SHOWN = 40
 LARGEST_SIZE = 2**31 - 1
 """Of what a config counts: of larger ones memory is no number that says anything."""
 _MOST_LAYERS = 1024
-"""Of a model whose blocks differ: more have none."""
+"""Of a model, and of what a config lists of them: each is counted by itself, again and again, and none has more."""
 _CHOSEN = ("num_experts_per_tok", "moe_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Fields of a config of which one says how many experts there are: transformers writes one for another."""
@@ -388,7 +388,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
 def _of_kinds(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
     """``shape``, whose blocks are what most of its type are, with those that ``config`` says to be otherwise."""
     family = shape.family
-    if not (family.delta or family.dense) or shape.layers > _MOST_LAYERS:
+    if not (family.delta or family.dense):
         return shape
     delta = GatedDelta(*(_known(config, name) for name in _OF_DELTA)) if family.delta else None
     linear = _linear_blocks(config, shape.layers) if family.delta else [False] * shape.layers
@@ -461,12 +461,10 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
         known["moe_layer_freq"] = config.get("moe_layer_freq", 1) == 1
     if family.dense == "listed":
         given = config.get("mlp_only_layers")
-        known["mlp_only_layers"] = given is None or isinstance(given, list | tuple)
+        known["mlp_only_layers"] = given is None or (isinstance(given, list | tuple) and len(given) <= _MOST_LAYERS)
         known["decoder_sparse_step"] = number("decoder_sparse_step", 1)
     if family.dense == "between":
         known |= {name: number(name, least) for name, least in zip(_INTERVAL, (0, -1, 1), strict=True)}
-    if (family.delta or family.dense) and layers > _MOST_LAYERS:
-        known["num_hidden_layers"] = False
     return [name for name, is_known in known.items() if not is_known]
 
 
@@ -490,6 +488,10 @@ def uncounted(config: Mapping[str, Any]) -> str:
         lacking += [family.shared_field] if family.shared and _size(config, family.shared_field) is None else []
     if lacking:
         return f"whose config.json lacks {', '.join(lacking)}"
+    if (layers := _known(config, "num_hidden_layers")) > _MOST_LAYERS:
+        return f"whose config.json has num_hidden_layers: {layers}, and no formula counts more than {_MOST_LAYERS}"
+    if family.delta and (values := _known(config, _OF_DELTA[1])) % (keys := _known(config, _OF_DELTA[0])):
+        return f"with {values} heads of values ({_OF_DELTA[1]}), which cannot be shared out to {keys} of keys"
     if unclear := _unclear_blocks(config, family):
         fields = (f"{name}: {str(config.get(name))[:_SHOWN]}" for name in unclear)
         return f"whose blocks differ in a way that no formula counts ({', '.join(fields)})"

@@ -242,6 +242,10 @@ def test_of_a_model_of_images_and_texts_the_text_part_is_counted() -> None:
         ({"hidden_size": "896"}, "whose config.json has no size in hidden_size"),
         ({"num_hidden_layers": 0}, "whose config.json has no size in num_hidden_layers"),
         ({"mlp_bias": 1}, "whose MLPs have biases (mlp_bias), as those of no formula"),
+        (
+            {"num_hidden_layers": 10**9},
+            "whose config.json has num_hidden_layers: 1000000000, and no formula counts more than 1024",
+        ),
     ],
 )
 def test_what_no_formula_counts_has_no_shape(change: dict[str, Any], why: str) -> None:
@@ -287,6 +291,7 @@ def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], spars
         ("qwen3_moe", {"num_experts": None}, "lacks num_experts"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step: 0"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers: 3"),
+        ("qwen3_moe", {"mlp_only_layers": [7] * 1025}, "mlp_only_layers: [7, 7,"),
         ("qwen3_moe", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers: 2147483647"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: 2"),
         ("deepseek_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: ['dense']"),
@@ -296,6 +301,11 @@ def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], spars
         ("deepseek_v3", {"attention_bias": True}, "latent attention has biases (attention_bias)"),
         ("qwen3_next", {"layer_types": ["mamba"] * 4}, "layer_types: ['mamba', 'mamba', 'mamba', 'mamba']"),
         ("qwen3_next", {"linear_key_head_dim": 0}, "no size in linear_key_head_dim"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 1},
+            "with 1 heads of values (linear_num_value_heads)",
+        ),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval: 0"),
         ("ernie4_5_moe", {"use_bias": True}, "MLPs have biases (use_bias)"),
     ],
