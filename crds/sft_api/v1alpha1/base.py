@@ -9,7 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -172,7 +180,10 @@ Name = Annotated[
     Field(max_length=253),
     matches(r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", "must be a lower-case Kubernetes object name"),
 ]
-Epochs = Annotated[float, Field(gt=0, le=100_000)]
+WHOLE_AS_SUCH = PlainSerializer(lambda number: int(number) if number.is_integer() else number, when_used="json")
+"""Of a number with a fraction: 1 is written so, and not as 1.0. Where one was a whole number before, trainers of then
+(images of users) read no other."""
+Epochs = Annotated[float, Field(gt=0, le=100_000), WHOLE_AS_SUCH]
 """Passes over the data, or a part of one."""
 ShortText = Annotated[str, Field(min_length=1, max_length=256)]
 

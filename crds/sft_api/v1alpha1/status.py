@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .base import ApiModel
+from .base import WHOLE_AS_SUCH, ApiModel
 from .goodput import GoodputStatus
 
 Text = Annotated[str, Field(max_length=4096)]
@@ -227,7 +227,9 @@ class PlanStatus(ApiModel):
         description="Micro-batches per step and process; absent when it varies with the examples.",
     )
     total_steps: int | None = Field(default=None, description="Steps in all, when known before the data was read.")
-    epochs: float | None = Field(default=None, description="Passes over the data, when steps are not given.")
+    epochs: Annotated[float, WHOLE_AS_SUCH] | None = Field(
+        default=None, description="Passes over the data, when steps are not given."
+    )
     memory: MemoryStatus | None = Field(default=None, description="What is taken of each GPU; absent on CPU.")
 
 

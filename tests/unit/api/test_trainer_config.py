@@ -48,6 +48,21 @@ def test_configurations_of_before_are_still_read(tmp_path, said) -> None:  # typ
     assert read.model_dump_json() == config.model_dump_json()
 
 
+@pytest.mark.parametrize(("epochs", "written"), [(None, "1"), (1, "1"), (3.0, "3"), (0.5, "0.5")])
+def test_whole_passes_are_written_as_trainers_read_them_that_know_no_parts(tmp_path, epochs, written: str) -> None:  # type: ignore[no-untyped-def]
+    training = {"steps": None, "epochs": epochs, "evaluation": {"everyEpochs": 2}}
+    data = {"heldOut": {"fraction": 0.1}}
+    config = resolve(manifest(tmp_path, tmp_path / "store", training=training, data=data))
+    text = config.model_dump_json(by_alias=True, exclude_none=True)
+    document = json.loads(text)
+
+    # For them 1.0 is no whole number
+    assert str(document["plan"]["epochs"]) == written
+    assert str(document["spec"]["training"].get("epochs", written)) == written
+    assert str(document["spec"]["training"]["evaluation"]["everyEpochs"]) == "2"
+    assert TrainerConfig.model_validate_json(text) == config
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_plan_that_says_nothing_of_compiling_has_compiled_what_was_asked_for(tmp_path, asked: bool) -> None:  # type: ignore[no-untyped-def]
     # Given the configuration of a run of before plans said it, whose manifest always did: by default false
