@@ -235,10 +235,11 @@ class ModelShape:
     def modules(self) -> dict[str, int]:
         """Parameters of each module of a block that has some of its own, by name."""
         found = {name: outputs * inputs for name, (outputs, inputs) in self.linear.items()}
-        if self.attention_bias:
+        # A gated delta net has none, whatever the config says of attention.
+        if self.attention_bias and not self.delta:
             for name, (outputs, _) in self._attention.items():
                 found[name] += 0 if name.endswith("o_proj") else outputs
-        if self.output_bias:
+        if self.output_bias and not self.delta:
             found["self_attn.o_proj"] += self.hidden_size
         if self.family.sinks:
             found["self_attn"] = self.heads

@@ -124,7 +124,7 @@ def both(kind: str, computed: torch.dtype = torch.bfloat16, **spec: Any) -> tupl
     return block_memory(shape, asked, computed.itemsize, adapted, tokens=TOKENS), seen
 
 
-WITH_BIASES = ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe")
+WITH_BIASES = ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe", "qwen3_next", "qwen3_5_text")
 
 
 @pytest.mark.parametrize(
