@@ -44,7 +44,7 @@ def heads_problem(heads: int, kv_heads: int | Collection[int], degree: int, shar
     every = {kv_heads} if isinstance(kv_heads, int) else {*kv_heads}
     tried = [
         each
-        for each in range(1, heads + 1)
+        for each in range(1, min(heads, shard_degree) + 1)
         if shard_degree % each == 0 and all(possible(heads, keys, each) for keys in every)
     ]
     problems = (unshared_heads(_FIELD, "the model", heads, keys, degree, tried) for keys in sorted(every))

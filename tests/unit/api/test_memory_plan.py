@@ -430,16 +430,17 @@ def test_layers_of_linear_attention_are_not_shared_out() -> None:
     assert "sequenceParallelDegree" not in told
 
 
-def test_a_config_of_any_number_of_layers_is_looked_at_soon() -> None:
+def test_a_config_of_any_number_of_layers_or_heads_is_looked_at_soon() -> None:
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     asked = spec(gpus=8, model={"uri": "file:///own"}, lora={"targetModules": ["query"]})
 
-    def judged(layers: int) -> str:
-        shape = shape_of({**config, "vocab_size": 256, "num_hidden_layers": layers})
+    def judged(**sizes: int) -> str:
+        shape = shape_of({**config, "vocab_size": 256, "head_dim": 16, **sizes})
         return judge(asked, make_plan(asked, shape=shape), shape=shape).refused
 
-    assert "'query'" in judged(1024)
-    assert judged(2**31 - 1) == "", "it is not reckoned with"
+    assert "'query'" in judged(num_hidden_layers=1024)
+    assert "'query'" in judged(num_hidden_layers=1, num_attention_heads=2**31 - 1)
+    assert judged(num_hidden_layers=2**31 - 1) == "", "it is not reckoned with"
 
 
 @pytest.mark.parametrize(
