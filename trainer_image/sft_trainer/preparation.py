@@ -84,11 +84,15 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
     adapters = _first_adapters(config, model, reporter)
-    if form_of(spec) == "adapter" and spec.quantised == "nf4" and (lost := taken_for_experts(model.huggingface)):
-        reporter.warn(
-            f"peft takes {', '.join(ends(lost))} of this model for its experts, and beside weights in 4 bits loads no "
-            "adapters of other layers that are called so: name them in lora.excludeModules, or set export.mergeAdapter"
-        )
+    if form_of(spec) == "adapter" and spec.lora is not None and (lost := taken_for_experts(model.huggingface)):
+        taken = f"peft takes {', '.join(ends(lost))} of this model for its experts"
+        instead = "name them in lora.excludeModules, or set export.mergeAdapter"
+        if spec.lora.use_dora:
+            raise ConfigError(f"{taken}, and loads no adapters with magnitudes (lora.useDora) of these: {instead}")
+        if spec.quantised == "nf4":
+            reporter.warn(
+                f"{taken}, and beside weights in 4 bits loads no adapters of other layers that are called so: {instead}"
+            )
     computed = torch.bfloat16 if config.plan.precision == "bf16" else torch.float32
     attention = choose_attention(model.huggingface, device, computed, _key_repeats(spec))
     if attention.used:

@@ -25,6 +25,8 @@ from sft_trainer.models.lora import (
     is_adapter,
 )
 from sft_trainer.models.weights import load_weights
+from sft_trainer.preparation import prepare_model
+from sft_trainer.reporting import Reporter
 from sft_trainer.strategies.fsdp import FsdpStrategy, sharding
 from sft_trainer.topology import ALONE
 from sft_trainer.trainable import trainable_of
@@ -299,6 +301,21 @@ def test_the_first_loss_is_that_of_the_model_as_it_is(tmp_path: Path, lora: dict
     # In bf16, too, magnitudes change nothing
     first = [strategy(tmp_path, each, precision="bf16").forward_sums(BINS)[0] for each in ({}, lora)]
     assert first[0] == first[1]
+
+
+def test_magnitudes_that_peft_would_not_load_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    # Given a model of whose layers peft takes some for its experts
+    save_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0])
+
+    def prepared(export: dict[str, Any] | None = None, **lora: Any) -> Any:
+        sections = {"lora": {"useDora": True, **lora}, "export": export or {}}
+        job = manifest(tmp_path, tmp_path / "store", **sections)
+        return prepare_model(resolve(job), Reporter(tmp_path, writes=False), CPU)
+
+    with pytest.raises(ConfigError, match="peft takes gate_proj, up_proj, down_proj of this model for its experts"):
+        prepared()
+    prepared(excludeModules=["gate_proj", "up_proj", "down_proj"])
+    prepared(export={"mergeAdapter": True})
 
 
 def test_a_magnitude_that_is_a_little_more_counts_in_bf16() -> None:
