@@ -133,9 +133,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
     """Of a model of ``shape`` as ``spec`` trains it."""
     lora = spec.lora
     adapted = adapted_of(shape, spec)
-    ranks = (lora.rank, lora.rank_of_experts) if lora else (0, 0)
-    dora = bool(lora and lora.use_dora)
-    adapters = [adapter_parameters(each, *ranks, dora=dora) for each in adapted] if lora else [0]
+    adapters = [*map(lora.parameters_on, adapted)] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
     trained = [sum(both) for both in zip_longest(adapters, weights, fillvalue=0)]
     matrices = [[outputs * inputs for outputs, inputs in packed.values()] for packed in packed_of(shape, spec)]

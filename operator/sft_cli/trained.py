@@ -12,7 +12,6 @@ from typing import Any
 from sft_api.adapters import (
     AdapterError,
     adapted,
-    adapter_parameters,
     hint_on_experts,
     hint_on_peft,
     refused_by_peft,
@@ -125,8 +124,7 @@ def _by_files(spec: SFTJobSpec) -> Trained | str | None:
         told = hint_on_peft(error, kind)
         return hint_on_experts(told) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(told)
     sizes = {**matrices, **stacked}
-    of_layers = {name: sizes[name] for name in layers}
-    added = adapter_parameters(of_layers, lora.rank, lora.rank_of_experts, dora=bool(lora.use_dora)) if lora else 0
+    added = lora.parameters_on({name: sizes[name] for name in layers}) if lora else 0
     experts = {name.rpartition(".")[0] for name in layers if name in stacked}
     inside = [name for name in shapes if within(_as_module(name), modules)]
     if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):

@@ -43,9 +43,8 @@ class FirstAdapters:
 
         Raises ``ModelError`` for files that cannot be used, ``ConfigError`` where the run has other adapters than they.
         """
-        modules = [(name, part) for name, part in model.huggingface.named_modules() if isinstance(part, nn.Linear)]
-        routers = within_routers(model.huggingface)
-        modules = [(name, part) for name, part in modules if part not in routers]
+        routers, named = within_routers(model.huggingface), model.huggingface.named_modules()
+        modules = [(name, part) for name, part in named if isinstance(part, nn.Linear) and part not in routers]
         head = model.huggingface.get_output_embeddings()  # type: ignore[operator]
         linear = [name for name, part in modules if part is not head and not is_adapter(f"{name}.weight")]
         adapted = [name for name, part in modules if isinstance(part, LoraLinear)]

@@ -1,10 +1,11 @@
 """``spec.lora``: small matrices beside frozen weights are trained in place of the weights."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from sft_api.adapters import ALL_LINEAR, EXPERTS, means_experts
+from sft_api.adapters import ALL_LINEAR, EXPERTS, adapter_parameters, means_experts
 
 from .base import ApiModel, Rule, in_cel, matches
 from .uris import ModelUri
@@ -146,6 +147,10 @@ class LoraSpec(ApiModel):
     def rank_of_experts(self) -> int:
         """Of the adapters of each expert."""
         return self.rank if self.expert_rank is None else self.expert_rank
+
+    def parameters_on(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Of the adapters of layers with weights of these ``shapes`` (``adapter_parameters``)."""
+        return adapter_parameters(shapes, self.rank, self.rank_of_experts, dora=bool(self.use_dora))
 
     @property
     def in_words(self) -> str:

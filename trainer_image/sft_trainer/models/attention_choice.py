@@ -51,12 +51,11 @@ def choose_attention(
 ) -> Chosen:
     """Have attention of ``model`` (on the meta device), computed in ``dtype``, go by FlashAttention 4 where it can.
 
-    Where some processes share tokens each of so many heads of keys goes to ``key_repeats`` of them: so many fewer
-    share it in each.
     That is where it is installed, ``device`` is a GPU of those it is made for, and it computes output and gradients of
-    random documents as the definition of attention does. Raises ``ConfigError`` where torch's own kernel would have to
-    compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has broken what CUDA holds of
-    this process, which nothing mends, or there is no room to try any.
+    random documents as the definition of attention does. Where some processes share tokens each of so many heads of
+    keys goes to ``key_repeats`` of them: so many fewer share it in each. Raises ``ConfigError`` where torch's own
+    kernel would have to compute it, and computes something else, and ``DeviceUnavailableError`` where a kernel has
+    broken what CUDA holds of this process, which nothing mends, or there is no room to try any.
     """
     flash_attention.use(())
     there = find_flash_attention_4()
