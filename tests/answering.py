@@ -29,10 +29,10 @@ class Answering(BaseHTTPRequestHandler, ABC):
 
 @contextmanager
 def served(
-    handler: type[BaseHTTPRequestHandler], kind: type[ThreadingHTTPServer] = ThreadingHTTPServer
+    handler: type[BaseHTTPRequestHandler], kind: type[ThreadingHTTPServer] = ThreadingHTTPServer, port: int = 0
 ) -> Iterator[str]:
-    """The URL at which ``handler`` answers until the block ends."""
-    with kind(("127.0.0.1", 0), handler) as server:
+    """The URL at which ``handler`` answers until the block ends; at any port, without ``port``."""
+    with kind(("127.0.0.1", port), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"

@@ -1,10 +1,13 @@
 """A server that speaks the hub's HTTP API for a few repositories, each a folder: enough for the hub's own clients."""
 
+import functools
 import hashlib
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 from tests.answering import Answering, served
@@ -24,14 +27,46 @@ class Hub:
 
     def environment(self) -> dict[str, str]:
         """What makes the clients ask this server."""
-        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1"}
+        return environment_of(self.endpoint)
+
+
+def environment_of(endpoint: str) -> dict[str, str]:
+    """What makes the hub's clients ask ``endpoint``: they read it as they are imported."""
+    return {"HF_ENDPOINT": endpoint, "HF_HUB_DISABLE_XET": "1"}
+
+
+@functools.cache
+def _held() -> socket.socket:
+    """Keeps one port for the hubs of this process, at which nobody answers while there is none."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def usual_endpoint() -> str:
+    """Where ``serve_hub`` serves, one hub after another: all runs have it, and may be forks of one process."""
+    return f"http://127.0.0.1:{_held().getsockname()[1]}"
+
+
+class _Sharing(ThreadingHTTPServer):
+    """Listens at a port that is held."""
+
+    allow_reuse_port = True
 
 
 @contextmanager
 def serve_hub(
-    repositories: Mapping[str, Path], *, gated: frozenset[str] = frozenset(), commit: str = COMMIT
+    repositories: Mapping[str, Path],
+    *,
+    gated: frozenset[str] = frozenset(),
+    commit: str = COMMIT,
+    port: int | None = None,
 ) -> Iterator[Hub]:
-    """Serve until the block ends; every branch of every repository is at ``commit``."""
+    """Serve until the block ends; every branch of every repository is at ``commit``.
+
+    ``port`` is for a second hub beside another: 0 for any.
+    """
     hub = Hub(repositories, gated, commit)
 
     class Handler(Answering):
@@ -70,7 +105,7 @@ def serve_hub(
         def refuse(self, status: int, code: str) -> None:
             self.answer(b"{}", status, {"X-Error-Code": code})
 
-    with served(Handler) as hub.endpoint:
+    with served(Handler, _Sharing, _held().getsockname()[1] if port is None else port) as hub.endpoint:
         yield hub
 
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from sft_api.rundir import PROGRESS_FILE, STOP_FILE
+from tests.integration.run.hub import environment_of, usual_endpoint
 from tests.waiting import PATIENCE_SECONDS, Patience, T, wait_until
 
 _STANDING = Path(__file__).parents[2] / "standing"
@@ -33,6 +34,7 @@ def environment_of_runs(cache: Path) -> dict[str, str]:
         "SFT_CACHE_DIR": str(cache),
         "HF_HOME": str(cache / "huggingface"),
         "AWS_EC2_METADATA_DISABLED": "true",
+        **environment_of(usual_endpoint()),
     }
 
 

@@ -131,15 +131,17 @@ def test_a_model_that_lacks_a_shard_is_refused_before_data_is_read(place: Place)
     assert "Check model.uri (of adapters lora.adapterUri) and that the folder or revision is complete" in ended.said
 
 
-def test_a_model_that_is_not_on_the_hub(place: Place, hub: Hub) -> None:
-    ended = place.run(place.job(model={"uri": "hf://org/absent@v1"}), **hub.environment())
+@pytest.mark.usefixtures("hub")
+def test_a_model_that_is_not_on_the_hub(place: Place) -> None:
+    ended = place.run(place.job(model={"uri": "hf://org/absent@v1"}))
 
     sentence = r"hf://org/absent@v1 is not on the hub, or this token may not see it: check the name, or set .*HF_TOKEN"
     assert_refused(ended, 12, "ModelError", sentence)
 
 
-def test_a_data_set_behind_terms_that_were_not_accepted(place: Place, hub: Hub) -> None:
-    ended = place.run(place.job(data={"train": [{"uri": "hf://org/gated"}]}), **hub.environment())
+@pytest.mark.usefixtures("hub")
+def test_a_data_set_behind_terms_that_were_not_accepted(place: Place) -> None:
+    ended = place.run(place.job(data={"train": [{"uri": "hf://org/gated"}]}))
 
     assert_refused(ended, 13, "AccessDenied", "hf://org/gated .*accept its terms .*HF_TOKEN")
     assert "Check HF_TOKEN or the AWS_* variables of this shell" in ended.said

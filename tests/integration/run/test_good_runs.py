@@ -116,7 +116,7 @@ def test_a_bf16_model_and_two_sources_partly_from_the_hub(place: Place, tmp_path
 
     # When it is trained
     with serve_hub({"org/tiny-in-bf16": model, "datasets/org/chats": chats.parent}) as hub:
-        ended = place.run(job, **hub.environment())
+        ended = place.run(job)
 
     # Then the master weights were fp32, and the export is those weights in bf16
     assert ended.code == 0, ended.said

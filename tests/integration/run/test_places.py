@@ -173,15 +173,15 @@ def test_every_later_start_has_the_revision_of_the_first(place: Place, tmp_path:
     # Given a run on a branch of the hub that was stopped
     job = place.job(**LONG, model={"uri": "hf://org/tiny"})
     hub_folder = {"org/tiny": place.inputs.model}
-    with serve_hub(hub_folder, commit="a" * 40) as hub:
-        process = place.start_standing(job, 3, **hub.environment())
+    with serve_hub(hub_folder, commit="a" * 40):
+        process = place.start_standing(job, 3)
         place.interrupt(process)
     record = json.loads((place.store() / "run.json").read_text())
     assert record["revisions"] == {"model.uri": "a" * 40}
 
     # When the branch has moved
-    with serve_hub(hub_folder, commit="b" * 40) as hub:
-        after = place.run(job, **hub.environment())
+    with serve_hub(hub_folder, commit="b" * 40):
+        after = place.run(job)
 
     # Then it is trained on what it was begun with
     assert after.code == 0, after.said
@@ -198,13 +198,13 @@ def test_what_was_wrong_on_the_hub_can_be_mended_there(place: Place, tmp_path: P
         folder.mkdir()
         (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     job = place.job(data={"train": [{"uri": "hf://org/rows"}]})
-    with serve_hub({"datasets/org/rows": wrong}, commit="a" * 40) as hub:
-        ended = place.run(job, **hub.environment())
+    with serve_hub({"datasets/org/rows": wrong}, commit="a" * 40):
+        ended = place.run(job)
     assert_refused(ended, 11, "DataError", r"line 41: column 'messages' must be a list")
 
     # When somebody corrects it there, and starts the run again
-    with serve_hub({"datasets/org/rows": mended}, commit="b" * 40) as hub:
-        after = place.run(job, **hub.environment())
+    with serve_hub({"datasets/org/rows": mended}, commit="b" * 40):
+        after = place.run(job)
 
     # Then it is trained on what is there now
     assert after.code == 0, after.said

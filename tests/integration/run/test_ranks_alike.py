@@ -91,7 +91,7 @@ def test_nodes_with_different_files_do_not_train(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "initializer_range": 0.5}))
     elsewhere = {**repositories, "org/tiny": other}
-    with serve_hub(repositories, commit=FIRST) as first, serve_hub(elsewhere, commit=FIRST) as second:
+    with serve_hub(repositories, commit=FIRST) as first, serve_hub(elsewhere, commit=FIRST, port=0) as second:
         ends = nodes(tmp_path, tiny_inputs, first, second)
 
     # Then both end with one sentence that names them and what they hold, before any step
@@ -124,8 +124,8 @@ def test_a_hub_that_goes_away_does_not_stop_a_run_that_is_restarted(
         checkpoint={"everySteps": 5},
     )
     own = {"HF_HOME": str(place.folder / "huggingface"), "SFT_CACHE_DIR": str(place.folder / "cache")}
-    with serve_hub(repositories) as hub:
-        process = place.start_standing(job, 12, **own, **hub.environment())
+    with serve_hub(repositories):
+        process = place.start_standing(job, 12, **own)
 
     # When the hub is gone, and then a worker
     (worker,) = workers(place)
