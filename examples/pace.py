@@ -17,7 +17,7 @@ STARTS = 3
 
 
 def expected_seconds(manifest: Path, import_seconds: float) -> float:
-    """Seconds of the run that `manifest` (files, CPU, whole epochs) describes, and of asking its model afterwards.
+    """Seconds of the run that `manifest` (files, CPU, epochs) describes, and of asking its model afterwards.
 
     `import_seconds`: what importing torch and transformers took just now.
     """
