@@ -41,6 +41,18 @@ def test_tests_run_two_at_a_time_unless_told_otherwise(checkout: Path) -> None:
         assert " -n" not in make(checkout, "-n", target, "TWO_AT_A_TIME=").splitlines()[-1]
 
 
+def test_wrong_types_hide_no_test_and_are_an_error(checkout: Path) -> None:
+    for name, script in {"ruff": "", "lint-imports": "", "python": 'echo "$*" >> said', "mypy": "exit 1"}.items():
+        program = checkout / ".venv" / "bin" / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+
+    with pytest.raises(subprocess.CalledProcessError):
+        make(checkout, "test")
+
+    assert (checkout / "said").read_text().splitlines()[-1].startswith("-m pytest -n 3 ")
+
+
 def test_a_dry_run_of_the_demo_only_prints(checkout: Path) -> None:
     printed = make(checkout, "-n", "demo", "SEED=3")
 
