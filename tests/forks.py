@@ -37,8 +37,8 @@ MODULES = ("sft_cli.main", "sft_trainer.launch", "sft_trainer.check", "sft_train
 """What a run begins with ``python -m``."""
 _THEY_IMPORT = ("sft_cli.overrides", "sft_cli.manifest", "sft_cli.run", "sft_cli.export", *MODULES)
 """Besides what a supervisor has imported for its workers."""
-IMPORTED_LATER = ("transformers.models.qwen3.modeling_qwen3", "tensorboardX", "pygal")
-"""By the workers of nearly all runs of tests, on their way."""
+IMPORTED_LATER = ("transformers.models.qwen3.modeling_qwen3", "tensorboardX", "pygal", "torch._inductor.compile_fx")
+"""By the workers of nearly all runs of tests, on their way; the last by those that compile or have Megatron-Core."""
 _READ_WHEN_NEEDED = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GLOO_SOCKET_IFNAME"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
