@@ -12,6 +12,9 @@ import pytest
 # Inherited by every process that a test starts. The models are too small for two threads to gain anything, and threads
 # that wait for one another on a busy machine make a step take seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What of a processor code may be compiled for is what the processor says. Inductor would compile and load a program for
+# each such thing, wherever nothing was compiled yet: each such test has a folder of its own.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Begun in the background by a shell without job control this process ignores Ctrl-C, and so would all that tests start,
 # which some of them press it in.
