@@ -1,6 +1,7 @@
 """How much memory the GPUs of a job have, as far as its manifest says it: nobody has seen a node then. Pure."""
 
 import re
+from collections.abc import Mapping
 
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.quantities import quantity_value
@@ -40,7 +41,11 @@ def declared_gpu_memory(spec: SFTJobSpec) -> int | None:
         return int(value) if value else None
     if part := _SLICE.search(spec.compute.gpu_resource_name):
         return int(part["size"]) * _GIBIBYTE
-    labels = spec.compute.node_selector
+    return labelled_memory(spec.compute.node_selector)
+
+
+def labelled_memory(labels: Mapping[str, str]) -> int | None:
+    """Bytes of one GPU of nodes with these ``labels``; None where they do not tell."""
     counted = labels.get(MEMORY_LABEL, "")
     if counted.isdecimal():
         return int(counted) * 2**20

@@ -127,7 +127,9 @@ def _unknown(spec: SFTJobSpec, memory: MemoryEstimate | None, gpu_memory: int | 
             f"the least that is needed; {counted}"
         )
     if gpu_memory is None:
-        missing.append("the size of the GPUs: give compute.gpuMemory (e.g. 80Gi)")
+        profile = spec.compute.pod_profile
+        where = f", which the profile {profile} does not say here" if profile else ""
+        missing.append(f"the size of the GPUs{where}: give compute.gpuMemory (e.g. 80Gi)")
     return "; ".join(missing)
 
 

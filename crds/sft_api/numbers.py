@@ -191,6 +191,7 @@ NOT_NUMBERS = frozenset(
         "compute.image",
         "compute.imagePullPolicy",
         "compute.imagePullSecrets",
+        "compute.podProfile",
         "compute.serviceAccountName",
         "compute.gpuResourceName",
         "compute.gpuMemory",

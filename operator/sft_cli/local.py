@@ -335,6 +335,11 @@ def _notes(asked: SFTJobSpec, processes: int) -> Iterator[str]:
     from_shell = [variable.name for variable in asked.compute.env if variable.value is None]
     if from_shell:
         yield f"Taken from this shell: {', '.join(from_shell)}."
+    if asked.compute.pod_profile:
+        yield (
+            f"spec.compute.podProfile: {asked.compute.pod_profile} says nothing here: what it gives pods is the "
+            "cluster's."
+        )
     if asked.suspend:
         yield "spec.suspend is true: it says nothing here, the run starts."
     if asked.run_policy.active_deadline_seconds is not None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from sft_api.gpus import declared_gpu_memory
 from sft_api.known_models import known_shape
 from sft_api.layers import linear_of
 from sft_api.megatron import config_problem
@@ -43,6 +44,17 @@ def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     if megatron_of(spec) and content.get("model_type"):
         problem = config_problem(content)
     return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)
+
+
+def profile_warning(spec: SFTJobSpec) -> str:
+    """That nobody knows here whether it fits, of a job whose GPUs a profile of the platform names; else empty."""
+    profile = spec.compute.pod_profile
+    if profile is None or spec.compute.gpus_per_node == 0 or declared_gpu_memory(spec) is not None:
+        return ""
+    return (
+        f"compute.podProfile: {profile} is the platform's, so how large its GPUs are is not known here: give "
+        "compute.gpuMemory (e.g. 80Gi) to see here, too, whether the model fits"
+    )
 
 
 def _content(config: Path) -> dict[str, Any]:

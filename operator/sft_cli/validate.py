@@ -11,7 +11,15 @@ from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
 from .console import result
-from .local_model import absent_data_warning, absent_warning, adapters_warning, fit_of, memory_warnings, model_shape
+from .local_model import (
+    absent_data_warning,
+    absent_warning,
+    adapters_warning,
+    fit_of,
+    memory_warnings,
+    model_shape,
+    profile_warning,
+)
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
 from .trained import measure_trained, names_warning
@@ -44,6 +52,7 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
             *filter(None, [names_warning(measure_trained(job.spec), fit.refused), adapters_warning(job.spec, shape)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
+            *filter(None, [profile_warning(job.spec)]),
         ]
         warnings += [f"{job.metadata.name}: {text}" for text in told]
         problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []

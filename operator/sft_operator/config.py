@@ -3,17 +3,22 @@
 No secret is ever here: the operator's own store credentials come from its environment.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
+from sft_api.gpus import labelled_memory
 from sft_api.trust import checked_bundle
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
+from sft_api.v1alpha1.base import AnnotationMap, LabelMap, Name
 from sft_api.v1alpha1.quantities import Quantity, quantity_value
 from sft_api.v1alpha1.runtime import EnvVar
+
+from .pod_template import OURS_IN_POD, checked_labels, checked_spec, merged, trainer_of, trainer_resources
 
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -70,16 +75,32 @@ def _checked_environment(variables: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-class PodSettings(SettingsModel):
-    """Defaults of training pods; the spec of a job wins."""
+class TemplateMetadata(SettingsModel):
+    """Labels and annotations of pods; those of a job win."""
+
+    labels: Annotated[LabelMap, AfterValidator(checked_labels)] = {}
+    annotations: Annotated[AnnotationMap, AfterValidator(checked_labels)] = {}
+
+
+class PodTemplate(SettingsModel):
+    """A part of a pod template, as Kubernetes has it: ``pod_template`` says what of it is refused, and why."""
+
+    metadata: TemplateMetadata = TemplateMetadata()
+    spec: Annotated[
+        dict[str, Any],
+        AfterValidator(checked_spec),
+        Field(json_schema_extra={"properties": dict.fromkeys(sorted(OURS_IN_POD), False)}),
+    ] = {}
+
+
+class PodDefaults(SettingsModel):
+    """What training pods have where the spec of a job says nothing else."""
 
     image: str | None = None
     megatron_image: str | None = None
     """Of jobs with ``strategy.megatron``: the trainer's image with Megatron-Core."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     image_pull_secrets: list[str] = []
-    command: list[str] = ["python", "-m", "sft_trainer.launch"]
-    """Entry of the trainer image: the supervisor."""
     env: Annotated[dict[str, str], AfterValidator(_checked_environment)] = {}
     """Environment variables of all training pods: the way out of the cluster (HTTPS_PROXY), a mirror (HF_ENDPOINT)."""
     gpu_memory: Quantity | None = None
@@ -89,12 +110,60 @@ class PodSettings(SettingsModel):
         per_gpu=ResourcesSpec(requests={"cpu": 2, "memory": "8Gi"}),
         per_cpu_process=ResourcesSpec(requests={"cpu": 1, "memory": "2Gi"}),
     )
+    template: PodTemplate = PodTemplate()
+    """What pods have besides: volumes, containers beside the trainer, whatever places them."""
+
+
+class PodProfile(PodDefaults):
+    """What pods of jobs that name it (``compute.podProfile``) have instead: what it says goes before the default of the
+    same name, in maps and templates item by item."""
+
+    namespaces: Annotated[list[Name], Field(min_length=1)] | None = None
+    """Whose jobs may name it; those of all when absent."""
+
+
+class PodSettings(PodDefaults):
+    """Defaults of training pods; the spec of a job wins."""
+
+    command: list[str] = ["python", "-m", "sft_trainer.launch"]
+    """Entry of the trainer image: the supervisor."""
+    profiles: dict[Name, PodProfile] = {}
+
+    @model_validator(mode="after")
+    def _each_profile_fits(self) -> Self:
+        """Also together with the defaults: a request of one may exceed a limit of the other."""
+        for name in self.profiles:
+            try:
+                self.with_profile(name)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in (name, *first["loc"]))
+                raise ValueError(f"profiles.{where}: {first['msg']}") from error
+        return self
+
+    def with_profile(self, name: str) -> Self:
+        """The settings of pods with the profile ``name``, which there is."""
+        profile = self.profiles[name]
+        beneath = self.model_dump(exclude={"profiles"})
+        if labelled_memory(profile.template.spec.get("nodeSelector", {})):
+            beneath["gpuMemory"] = None  # that of other nodes
+        return self.model_validate(merged(beneath, profile.model_dump(exclude={"namespaces"}, exclude_unset=True)))
 
     @property
     def gpu_bytes(self) -> int | None:
-        """``gpu_memory`` as a number."""
+        """Memory of a GPU: ``gpu_memory``, or by the labels of nodes that the template asks for."""
         value = quantity_value(self.gpu_memory) if self.gpu_memory else None
-        return int(value) if value else None
+        return int(value) if value else labelled_memory(self.template.spec.get("nodeSelector", {}))
+
+    @property
+    def trainer(self) -> Mapping[str, Any]:
+        """What the template says of the trainer's own container."""
+        return trainer_of(self.template.spec)
+
+    @property
+    def pod_resources(self) -> ResourcesSpec:
+        """What the template says of the trainer's resources, for each pod."""
+        return trainer_resources(self.trainer)
 
 
 class NetworkPolicySettings(SettingsModel):

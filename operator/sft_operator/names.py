@@ -1,5 +1,8 @@
 """Names, labels and keys of everything the operator creates: deterministic, so that nothing need be remembered."""
 
+import re
+
+from sft_api.trainer_config import CONFIG_PATH
 from sft_api.v1alpha1 import GROUP
 
 MANAGER = "sft-operator"
@@ -46,6 +49,20 @@ PLACE_FINALIZER = f"{GROUP}/remove-place"
 
 TRAINER_CONTAINER = "trainer"
 CONFIG_KEY = "config.json"
+
+CONFIG_FOLDER = CONFIG_PATH.rpartition("/")[0]
+CACHE_FOLDER = "/var/cache/sft"
+RUN_FOLDER = "/run/sft"
+MOUNTS = {
+    "config": CONFIG_FOLDER,
+    "cache": CACHE_FOLDER,
+    "run": RUN_FOLDER,
+    "tmp": "/tmp",  # noqa: S108 -- in the container, an emptyDir of its own
+    "shared-memory": "/dev/shm",  # noqa: S108
+}
+"""Volumes that every trainer has, and where."""
+CLAIM_VOLUME = re.compile(r"claim-\d+")
+"""Names of the volumes of persistent volume claims, which are mounted below ``CLAIMS_FOLDER``."""
 
 WATCH_SELECTOR = f"{MANAGED_BY_LABEL}={MANAGER}"
 

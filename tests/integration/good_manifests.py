@@ -129,6 +129,7 @@ spec:
     image: registry.example.com/trainer:1
     imagePullPolicy: IfNotPresent
     imagePullSecrets: [registry]
+    podProfile: h100-infiniband
     serviceAccountName: trainer
     gpuResourceName: nvidia.com/gpu
     gpuMemory: 80Gi

@@ -236,6 +236,11 @@ class ComputeSpec(ApiModel):
     image_pull_secrets: Annotated[list[Name], Field(max_length=8)] = Field(
         default_factory=list, description="Names of Secrets with registry credentials."
     )
+    pod_profile: Name | None = Field(
+        default=None,
+        description="Name of a profile of pods that the administrator has written (the chart's pods.profiles): what "
+        "its kind of nodes needs. What this spec says itself wins.",
+    )
     service_account_name: Name | None = Field(
         default=None, description="Service account of the pods (its token is never mounted)."
     )
@@ -249,7 +254,7 @@ class ComputeSpec(ApiModel):
         default=None,
         description="Memory of one GPU (80Gi), for the plan: what does not fit is refused before any pod is made. By "
         "a slice that gpuResourceName names (nvidia.com/mig-3g.40gb), nvidia.com/gpu.memory or nvidia.com/gpu.product "
-        "of nodeSelector, or the chart's pods.gpuMemory, when absent.",
+        "of nodeSelector, or as the profile or the chart's pods.gpuMemory say, when absent.",
     )
     memory_check: Literal["Refuse", "Warn"] = Field(
         default="Refuse",

@@ -1,6 +1,6 @@
 """The pod template: one supervisor, under the restricted pod security standard, without a token for the API."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from sft_api.place import TAKE_OVER_VARIABLE
@@ -11,14 +11,22 @@ from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.uris import CLAIMS_FOLDER
 
 from ..config import PodSettings, StoreSettings
-from ..names import CONFIG_KEY, TRAINER_CONTAINER, begun_map_name, child_labels, config_map_name, coordinator_host
+from ..names import (
+    CACHE_FOLDER,
+    CONFIG_KEY,
+    MOUNTS,
+    RUN_FOLDER,
+    TRAINER_CONTAINER,
+    begun_map_name,
+    child_labels,
+    config_map_name,
+    coordinator_host,
+)
 from ..picture.observed import Manifest
+from ..pod_template import merged
 from .config_map import effective_s3
 from .resources import pod_resources, shared_memory_bytes
 
-CONFIG_FOLDER = CONFIG_PATH.rpartition("/")[0]
-CACHE_FOLDER = "/var/cache/sft"
-RUN_FOLDER = "/run/sft"
 USER_ID = 1000
 LOST_NODE_SECONDS = 60
 """How long a pod stays bound to a node that is not ready or not reachable; Kubernetes' own default is 300."""
@@ -29,7 +37,7 @@ _HEALTH = {"path": "/healthz", "port": "progress"}
 def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | None, *, take_over: str = "") -> Manifest:
     """``spec.template`` of the Job; with the word, if there is one, by which its place is to be taken over.
 
-    Raises ``ValueError`` like ``_image``.
+    ``pods`` are the settings of this job's pods, with its profile. Raises ``ValueError`` like ``_image``.
     """
     compute = job.spec.compute
     image = _image(job, pods)
@@ -39,11 +47,11 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
         "image": image,
         "command": list(pods.command),
         "env": [
-            *_environment(job, effective_s3(job, store), pods.env),
+            *_environment(job, effective_s3(job, store), pods),
             *([{"name": TAKE_OVER_VARIABLE, "value": take_over}] if take_over else []),
         ],
         "ports": [{"name": "progress", "containerPort": PROGRESS_PORT, "protocol": "TCP"}],
-        "resources": pod_resources(compute, pods.resources),
+        "resources": pod_resources(compute, pods),
         # Until the supervisor first answers nothing else is asked: an image may start slowly from a busy disk.
         "startupProbe": {"httpGet": _HEALTH, "periodSeconds": 2, "timeoutSeconds": 5, "failureThreshold": 300},
         # The operator replaces one that it is told does not answer for long (decisions/silence.py).
@@ -60,11 +68,10 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
             "readOnlyRootFilesystem": True,
         },
         "volumeMounts": [
-            {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
-            {"name": "cache", "mountPath": CACHE_FOLDER},
-            {"name": "run", "mountPath": RUN_FOLDER},
-            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 -- in the container, an emptyDir of its own
-            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
+            *(
+                {"name": name, "mountPath": folder, **({"readOnly": True} if name == "config" else {})}
+                for name, folder in MOUNTS.items()
+            ),
             *(
                 {"name": f"claim-{number}", "mountPath": f"{CLAIMS_FOLDER}/{claim}"}
                 for number, claim in enumerate(claims)
@@ -105,7 +112,7 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
             {"name": "tmp", "emptyDir": {}},
             {
                 "name": "shared-memory",
-                "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes(compute, pods.resources))},
+                "emptyDir": {"medium": "Memory", "sizeLimit": str(shared_memory_bytes(compute, pods))},
             },
             *(
                 {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}}
@@ -117,7 +124,22 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
     metadata: Manifest = {"labels": {**compute.labels, **child_labels(job.metadata.name)}}
     if compute.annotations:
         metadata["annotations"] = dict(compute.annotations)
-    return {"metadata": metadata, "spec": spec}
+    whole: Manifest = merged(_platform_template(pods), {"metadata": metadata, "spec": spec})
+    return whole
+
+
+def _platform_template(pods: PodSettings) -> Manifest:
+    """The platform's template without what ours has of it already, variables and quantities of the trainer's container,
+    which comes first."""
+    template = pods.template.model_dump(exclude_unset=True)
+    spec = template.get("spec", {})
+    trainer = {
+        **{name: value for name, value in pods.trainer.items() if name != "env"},
+        "name": TRAINER_CONTAINER,
+        "resources": {name: value for name, value in pods.trainer.get("resources", {}).items() if name == "claims"},
+    }
+    others = [item for item in spec.get("containers", []) if item["name"] != TRAINER_CONTAINER]
+    return {**template, "spec": {**spec, "containers": [trainer, *others]}}
 
 
 def _file_of(config_map: str, key: str, path: str, *, optional: bool = False) -> Manifest:
@@ -149,19 +171,20 @@ def _scheduling(compute: ComputeSpec, pods: PodSettings) -> Manifest:
         "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
         "serviceAccountName": compute.service_account_name,
         "nodeSelector": dict(compute.node_selector),
-        "tolerations": _tolerations(compute),
+        "tolerations": _tolerations(compute, pods.template.spec.get("tolerations", ())),
         "priorityClassName": compute.priority_class_name,
         "runtimeClassName": compute.runtime_class_name,
     }
     return {name: value for name, value in fields.items() if value}
 
 
-def _tolerations(compute: ComputeSpec) -> list[Manifest]:
-    """The spec's, and a short patience with lost nodes: the whole group waits for their pods.
+def _tolerations(compute: ComputeSpec, platform: Iterable[Manifest]) -> list[Manifest]:
+    """The spec's, the platform's, and a short patience with lost nodes: the whole group waits for their pods.
 
     What only lets pods be placed (``NoSchedule``) says nothing of that: Kubernetes would add a patience of 300 s.
     """
     given = [item.model_dump(by_alias=True, exclude_none=True) for item in compute.tolerations]
+    given += [dict(item) for item in platform if item not in given]
     known = {item.get("key") or None for item in given if item.get("effect") in (None, "NoExecute")}
     return given + [
         {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
@@ -185,9 +208,9 @@ def _claims(job: SFTJob) -> list[str]:
     return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})
 
 
-def _environment(job: SFTJob, s3: S3Spec, platform: Mapping[str, str]) -> list[Manifest]:
-    """Environment of the container. What the ``platform`` gives replaces our values, and what the user gives both;
-    reserved names are refused before."""
+def _environment(job: SFTJob, s3: S3Spec, pods: PodSettings) -> list[Manifest]:
+    """Environment of the container. What the platform gives, in ``pods`` and in its template, replaces our values, and
+    what the user gives both; reserved names are refused before."""
     spec = job.spec
     variables: dict[str, Manifest] = {
         name: {"value": value}
@@ -202,7 +225,7 @@ def _environment(job: SFTJob, s3: S3Spec, platform: Mapping[str, str]) -> list[M
             ("HF_HOME", f"{CACHE_FOLDER}/huggingface"),
             ("TORCHINDUCTOR_CACHE_DIR", f"{CACHE_FOLDER}/inductor"),
             ("TRITON_CACHE_DIR", f"{CACHE_FOLDER}/triton"),
-            *platform.items(),
+            *pods.env.items(),
         )
     }
     # Who it is: pods of two Jobs under one name, and those that answer at an address, are told apart by it.
@@ -214,6 +237,9 @@ def _environment(job: SFTJob, s3: S3Spec, platform: Mapping[str, str]) -> list[M
         *([("SFT_POD_IP", "status.podIP")] if spec.compute.launcher == "ray" else []),
     ):
         variables[name] = {"valueFrom": {"fieldRef": {"fieldPath": path}}}
+    # After these, which its values may name: $(SFT_NODE_NAME).
+    for given in pods.trainer.get("env", ()):
+        variables[given["name"]] = {name: value for name, value in given.items() if name != "name"}
     token = spec.model.token_secret_ref
     if token:
         variables["HF_TOKEN"] = {"valueFrom": {"secretKeyRef": {"name": token.name, "key": token.key}}}

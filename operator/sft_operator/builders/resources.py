@@ -5,7 +5,7 @@ import math
 from sft_api.v1alpha1 import ComputeSpec, ResourcesSpec
 from sft_api.v1alpha1.quantities import quantity_value, times
 
-from ..config import DefaultResources
+from ..config import DefaultResources, PodSettings
 
 Quantities = dict[str, int | str]
 
@@ -26,12 +26,17 @@ def _default(compute: ComputeSpec, defaults: DefaultResources) -> tuple[Resource
     return defaults.per_cpu_process, compute.effective_processes_per_node
 
 
-def _with_defaults(compute: ComputeSpec, defaults: DefaultResources) -> tuple[Quantities, Quantities]:
-    """Requests and limits: the job's; of a resource that it names in neither, the defaults."""
+def _with_defaults(compute: ComputeSpec, pods: PodSettings) -> tuple[Quantities, Quantities]:
+    """Requests and limits: the job's; of a resource that it names in neither, those of the platform's template; of one
+    that neither of them names, the defaults."""
     requests: Quantities = dict(compute.resources.requests)
     limits: Quantities = dict(compute.resources.limits)
     named = {*requests, *limits}
-    default, count = _default(compute, defaults)
+    template = pods.pod_resources
+    for given, amounts in ((requests, template.requests), (limits, template.limits)):
+        given.update((name, amount) for name, amount in amounts.items() if name not in named)
+    named = {*requests, *limits}
+    default, count = _default(compute, pods.resources)
     for given, amounts in ((requests, default.requests), (limits, default.limits)):
         added: Quantities = {name: times(amount, count) for name, amount in amounts.items() if name not in named}
         if compute.launcher == "ray" and "memory" in added:
@@ -46,9 +51,9 @@ def _with_ray(memory: int | str) -> str:
     return str(memory) if value is None else f"{math.ceil(value / 2**20) + RAY_MEBIBYTES}Mi"
 
 
-def pod_resources(compute: ComputeSpec, defaults: DefaultResources) -> dict[str, Quantities]:
-    """``resources`` of the training container: the spec's or the defaults, plus its GPUs."""
-    requests, limits = _with_defaults(compute, defaults)
+def pod_resources(compute: ComputeSpec, pods: PodSettings) -> dict[str, Quantities]:
+    """``resources`` of the training container: the spec's or those of the settings ``pods``, plus its GPUs."""
+    requests, limits = _with_defaults(compute, pods)
     if compute.gpus_per_node:
         limits[compute.gpu_resource_name] = compute.gpus_per_node
     for name in {*requests, *limits}:
@@ -58,12 +63,12 @@ def pod_resources(compute: ComputeSpec, defaults: DefaultResources) -> dict[str,
     return {kind: values for kind, values in (("requests", requests), ("limits", limits)) if values}
 
 
-def shared_memory_bytes(compute: ComputeSpec, defaults: DefaultResources) -> int:
+def shared_memory_bytes(compute: ComputeSpec, pods: PodSettings) -> int:
     """Size of /dev/shm: as given, or 1 GiB a process; at most half of the memory limit, which it counts against."""
     wanted = quantity_value(compute.shared_memory_size) if compute.shared_memory_size is not None else None
     if wanted is None:
         wanted = quantity_value(compute.effective_processes_per_node * _GIBIBYTE)
-    _, limits = _with_defaults(compute, defaults)
+    _, limits = _with_defaults(compute, pods)
     limit = quantity_value(limits["memory"]) if "memory" in limits else None
     sizes = [size for size in (wanted, limit / 2 if limit is not None else None) if size is not None]
     return int(min(sizes))

@@ -200,8 +200,13 @@ class Cluster:
                     protocol.resume_reading()
 
     async def create(self, kind: str, namespace: str, manifest: Manifest, *, whole: bool = False) -> Manifest:
-        """Create, and return what the server made of it if the ``whole`` is asked for; else nothing of it is read."""
-        url, accept = self._url(kind, namespace), "application/json" if whole else _METADATA_ONLY
+        """Create, and return what the server made of it if the ``whole`` is asked for; else nothing of it is read.
+
+        A field that the server does not know is refused, not dropped: pods would lack what an administrator's template
+        gives them.
+        """
+        url = f"{self._url(kind, namespace)}?fieldValidation=Strict"
+        accept = "application/json" if whole else _METADATA_ONLY
         return await self._request("create", kind, "POST", url, body=manifest, accept=accept, is_read=whole)
 
     async def patch(

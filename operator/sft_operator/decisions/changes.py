@@ -12,6 +12,7 @@ from ..builders import build_config_map, build_job, build_network_policy, build_
 from ..config import Settings, StoreSettings
 from ..picture.observed import ChildJob, Manifest, Observed
 from .gpu_memory import check_fits
+from .pod_profiles import pods_of
 from .queue import is_left_deactivated, job_patch
 from .spec import Terms, run_terms, time_to_live_seconds
 
@@ -35,8 +36,9 @@ class Changes:
 def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") -> list[Manifest]:
     """All children; the Job comes last, so that whoever sees it knows that the others are there.
 
-    ``take_over`` is the word by which a user asks to take the place of the run over from another holder. Raises
-    ``ValueError`` with what to change when the spec cannot be run here.
+    ``settings.pods`` are those of this job, with its profile. ``take_over`` is the word by which a user asks to take
+    the place of the run over from another holder. Raises ``ValueError`` with what to change when the spec cannot be run
+    here.
     """
     configured = build_config_map(job, settings.store, settings.pods.gpu_bytes, settings.ca_bundle)
     children = [configured, build_service(job.metadata)]
@@ -66,17 +68,18 @@ def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings
     """The changes for ``job``, whose last written status is ``status``.
 
     Children are created once and never applied again: what other controllers set on them (Kueue on the Job) stays.
-    Raises ``ValueError`` like ``desired_children``, and ``DoesNotFit``.
+    Raises ``ValueError`` like ``desired_children`` and ``pods_of``, and ``DoesNotFit``.
     """
     if observed.job is None and not observed.namespace_terminating and not is_finished(status):
         # Nobody has asked these to end: they may be our own.
         find_job = any(pod.deletion is None for pod in observed.earlier_pods)
         if is_left_deactivated(status):
             return Changes(find_job=find_job)
+        pods = pods_of(job, settings.pods)
         if status.first_step_time is None:  # what has trained does fit
-            check_fits(job.spec, settings.pods)
+            check_fits(job.spec, pods)
         asked = status.retried if status.retried.endswith(TAKE_OVER_ENDING) else ""
-        children = desired_children(job, settings, take_over=asked)
+        children = desired_children(job, settings.model_copy(update={"pods": pods}), take_over=asked)
         # Two groups under one name would meet: in their Service, their places, their claims. A Job that exists may be
         # admitted, and take a place in its queue, before anybody can suspend it.
         create = [] if observed.earlier_pods or job.spec.suspend else children

@@ -30,7 +30,7 @@ def memory_warnings(spec: SFTJobSpec, pods: PodSettings) -> list[str]:
     """What may go wrong with the memory of a run on GPUs that is not refused; empty on CPUs."""
     if spec.compute.gpus_per_node == 0:
         return []
-    asked = pod_resources(spec.compute, pods.resources)
+    asked = pod_resources(spec.compute, pods)
     memory = asked.get("limits", {}).get("memory", asked.get("requests", {}).get("memory"))
     size = None if memory is None else quantity_value(memory)
     found = (

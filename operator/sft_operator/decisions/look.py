@@ -37,6 +37,7 @@ from .healing import has_begun, plan_healing, stops
 from .news import News
 from .notes import DELETE_AGAIN_SECONDS, Notes, Snapshot
 from .places import PlaceNotAllowed
+from .pod_profiles import PodProfileNotAllowed
 from .questions import (
     ask_kueue,
     ask_trainer,
@@ -295,6 +296,8 @@ class _Look(Notes):
             )
         except PlaceNotAllowed as error:
             return Wrong("PlaceNotAllowed", str(error))
+        except PodProfileNotAllowed as error:
+            return Wrong("PodProfileNotAllowed", str(error))
         except DoesNotFit as error:
             # A run that is complete needs no GPU: what is in its place is asked first.
             return None if job and self._may_be_complete(job) else Wrong("DoesNotFit", str(error))

@@ -1,7 +1,7 @@
 """What keeps the pods from running, in the cluster's own words, and what the user can change."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ..names import TRAINER_CONTAINER
@@ -53,6 +53,11 @@ _SERVER_AWAY = re.compile(
 )
 _KUBELET_BEHIND = re.compile(r"failed to sync \w+ cache|not registered")
 
+_MAY_BE_THE_PROFILES = _VOLUME | {
+    *("ImagePull", "InitContainer", "PodConfig", "PodContainer", "PodSandbox", "PodSecurity", "Refused"),
+    "Unschedulable",
+}
+"""What a profile of pods may bring about as well as the spec of a job."""
 _ASKED_PODS = 3
 SLOW_START = timedelta(seconds=10)
 """A container that is being created for longer deserves a look at its events."""
@@ -76,15 +81,20 @@ def _server_was_away(message: str) -> bool:
     return _SERVER_AWAY.search(message) is not None and "webhook" not in message
 
 
-def find_problem(observed: Observed, *, pods_wanted: int) -> Problem | None:
-    """The worst problem of a Job that is meant to run, or None."""
+def find_problem(observed: Observed, *, pods_wanted: int, profile: str = "") -> Problem | None:
+    """The worst problem of a Job that is meant to run, or None. ``profile`` is that of its pods, where it has one."""
     found = [problem for pod in observed.active_pods if (problem := _pod_problem(pod, observed))]
     if observed.job is None and observed.refusal:
         found.append(refusal_problem(observed.refusal))
     if observed.job and len(observed.active_pods) < pods_wanted:
         found += _creation_problems(observed.job, observed.pods, observed.warnings)
     # One missing Secret explains more than a hundred pods that wait for the rest of the group.
-    return max(found, key=lambda problem: problem.stalled, default=None)
+    worst = max(found, key=lambda problem: problem.stalled, default=None)
+    of_pods = observed.refusal is None or observed.refusal.kind == "Job"
+    if worst is None or not profile or not of_pods or worst.reason not in _MAY_BE_THE_PROFILES:
+        return worst
+    words = f"its pods have the profile {profile}, which the administrator writes (pods.profiles)"
+    return replace(worst, message=f"{worst.message}; {words}")
 
 
 def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list[str]:

@@ -147,7 +147,7 @@ def _find(
     if terms.suspend:
         return _suspended(previous, child, observed)
     if child is None or child.deleting:
-        return _without_job(previous, observed)
+        return _without_job(terms, previous, observed)
     if rests_by_us(child):
         words, release = release_words(terms, child, restarts), release_of(child)
         if release and release.avoid is not None:
@@ -232,11 +232,11 @@ def _suspended(previous: SFTJobStatus, child: ChildJob | None, observed: Observe
     return Situation("Suspended", "SuspendRequested", "spec.suspend is true; set it to false to go on")
 
 
-def _without_job(previous: SFTJobStatus, observed: Observed) -> Situation:
+def _without_job(terms: Terms, previous: SFTJobStatus, observed: Observed) -> Situation:
     if is_left_deactivated(previous):
         state: State = "Suspending" if observed.earlier_pods or observed.active_pods else "Queued"
         return Situation(state, DEACTIVATED, left_deactivated_words(previous), stalled=True)
-    problem = find_problem(observed, pods_wanted=0)
+    problem = find_problem(observed, pods_wanted=0, profile=terms.pod_profile)
     if problem:
         return Situation("Preparing", problem.reason, problem.message, problem.stalled)
     if observed.earlier_pods:
@@ -293,7 +293,7 @@ def _active(
     if complete:
         # Pods leave one after the other when the run is complete, before the Job says so.
         return Situation("Running", "Finishing", f"{complete} of {wanted} pods are complete")
-    problem = find_problem(observed, pods_wanted=wanted)
+    problem = find_problem(observed, pods_wanted=wanted, profile=terms.pod_profile)
     if problem:
         if left := left_by_kueue(terms, observed, now):
             message = f"{problem.message}; {left.words}"

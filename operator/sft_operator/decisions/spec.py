@@ -38,6 +38,8 @@ class Terms:
     """``checkpoint.s3``; None when that cannot be read."""
     devices: Devices | None = None
     """What its time is counted in; None when that cannot be read."""
+    pod_profile: str = ""
+    """The profile that its pods have; empty when there is none, or that cannot be read."""
     kueue_labels: Mapping[str, str] = field(default_factory=dict)
     """Those of ``KUEUE_LABELS`` that it has."""
     unreadable: str = ""
@@ -57,6 +59,7 @@ def run_terms(job: SFTJob) -> Terms:
         start_deadline_seconds=policy.start_deadline_seconds,
         s3=job.spec.checkpoint.s3,
         devices=devices_of(job.spec),
+        pod_profile=job.spec.compute.pod_profile or "",
         kueue_labels=_kueue_labels(job.metadata.labels),
     )
 

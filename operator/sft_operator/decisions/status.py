@@ -24,6 +24,7 @@ from .avoidance import avoided_of
 from .changes import is_finished
 from .goodput import account_pods
 from .gpu_memory import memory_warnings, plan_of
+from .pod_profiles import pods_or_defaults
 from .queue import HELD_BACK, is_left_deactivated
 from .report_merge import at_rest, merge_complete, merge_last_words, merge_report, merge_stored
 from .restarts import count_restarts
@@ -87,6 +88,7 @@ def compute_status(
     status = follow(run_terms(job), previous, observed, now, export_uri=export_uri)
     if status.plan is None and not is_finished(previous):
         known = surprises(job.spec, known_shape(job.spec.model.uri))
+        pods = pods_or_defaults(job, pods)
         warnings = with_told(status.warnings, [*known, *memory_warnings(job.spec, pods)])
         return status.model_copy(update={"plan": plan_of(job.spec, pods), "warnings": warnings})
     # Of a run that goes on it stays what it was, and so do its layers.

@@ -342,6 +342,12 @@ def test_a_deadline_that_nobody_keeps_here_is_said() -> None:
     )
 
 
+def test_a_profile_of_the_cluster_that_nobody_reads_here_is_said() -> None:
+    assert prepared(job(compute={"gpusPerNode": 0, "podProfile": "h100"})).notes == (
+        "spec.compute.podProfile: h100 says nothing here: what it gives pods is the cluster's.",
+    )
+
+
 def test_logins_of_this_machine_do_as_well(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "token").write_text("t")

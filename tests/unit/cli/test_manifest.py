@@ -295,6 +295,9 @@ SENTENCES = {
     "compute: {memory: 16Gi}": "unknown field spec.compute.memory; did you mean spec.compute.resources.requests?",
     "compute: {resourcesPerNode: {}}": "unknown field spec.compute.resourcesPerNode; did you mean "
     "spec.compute.resources?",
+    "compute: {runtimeRef: {name: torch}}": "unknown field spec.compute.runtimeRef; did you mean "
+    "spec.compute.podProfile?",
+    "compute: {profile: h100}": "unknown field spec.compute.profile; did you mean podProfile?",
     "checkpoint: {everyMinutes: 5}": "unknown field spec.checkpoint.everyMinutes; did you mean "
     "spec.checkpoint.everySeconds?",
     "model: {uri: 5}": "spec.model.uri: must be a string, got 5; put it in quotes",

@@ -110,3 +110,25 @@ def test_memory_of_a_model_that_no_formula_counts_is_unknown_here_as_to_the_oper
     assert memory.unknown.replace("which is not in the table of known models", why) in line
     with pytest.raises(UserError, match=re.escape(f"the layers of file://{tmp_path}, {why}: try a strategy")):
         show_suggestions(asked, "text")
+
+
+@pytest.mark.parametrize(
+    ("compute", "warned"),
+    [
+        ({"gpusPerNode": 8, "podProfile": "h100"}, True),
+        ({"gpusPerNode": 8, "podProfile": "h100", "gpuMemory": "80Gi"}, False),
+        ({"gpusPerNode": 0, "podProfile": "h100"}, False),
+        ({"gpusPerNode": 8}, False),
+    ],
+)
+def test_that_the_gpus_of_a_profile_are_not_known_here_is_said(
+    tmp_path: Path, compute: dict[str, Any], warned: bool
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(compute=compute)))
+
+    words = " ".join(verdict_on(path).warnings)
+
+    assert ("compute.podProfile: h100 is the platform's" in words) is warned
+    memory = make_plan(job(compute=compute).spec).memory
+    assert ("which the profile h100 does not say here" in (memory.unknown if memory else "")) is warned
