@@ -120,8 +120,14 @@ def test_an_operator_that_was_away_counts_what_happened(
             {"strategy": {"megatron": {"tensorParallelDegree": 2}}},
             "ask the administrator to set pods.megatronImage",
         ),
+        (
+            {"image": "trainer:1", "profiles": {"h100": {}}},
+            {"image": "other:1", "profiles": {"h200": {"image": "trainer:1"}}},
+            {"compute": {"nodes": 2, "gpusPerNode": 0, "podProfile": "h200"}},
+            "there is no profile h200; namespace",
+        ),
     ],
-    ids=["image", "megatron"],
+    ids=["image", "megatron", "profile"],
 )
 def test_what_an_administrator_can_mend_goes_on_when_it_is(
     start_operator: StartOperator, own_scene: Scene, pods: Object, mended: Object, spec: Object, words: str
