@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from sft_api.gpus import labelled_memory
@@ -87,7 +87,7 @@ class PodTemplate(SettingsModel):
 
     metadata: TemplateMetadata = TemplateMetadata()
     spec: Annotated[
-        dict[str, Any],
+        dict[str, JsonValue],
         AfterValidator(checked_spec),
         Field(json_schema_extra={"properties": dict.fromkeys(sorted(OURS_IN_POD), False)}),
     ] = {}
@@ -112,6 +112,11 @@ class PodDefaults(SettingsModel):
     )
     template: PodTemplate = PodTemplate()
     """What pods have besides: volumes, containers beside the trainer, whatever places them."""
+
+    @property
+    def pod_spec(self) -> Mapping[str, Any]:
+        """That of the template."""
+        return self.template.spec
 
 
 class PodProfile(PodDefaults):
@@ -145,7 +150,7 @@ class PodSettings(PodDefaults):
         """The settings of pods with the profile ``name``, which there is."""
         profile = self.profiles[name]
         beneath = self.model_dump(exclude={"profiles"})
-        if labelled_memory(profile.template.spec.get("nodeSelector", {})):
+        if labelled_memory(profile.pod_spec.get("nodeSelector", {})):
             beneath["gpuMemory"] = None  # that of other nodes
         return self.model_validate(merged(beneath, profile.model_dump(exclude={"namespaces"}, exclude_unset=True)))
 
@@ -153,12 +158,12 @@ class PodSettings(PodDefaults):
     def gpu_bytes(self) -> int | None:
         """Memory of a GPU: ``gpu_memory``, or by the labels of nodes that the template asks for."""
         value = quantity_value(self.gpu_memory) if self.gpu_memory else None
-        return int(value) if value else labelled_memory(self.template.spec.get("nodeSelector", {}))
+        return int(value) if value else labelled_memory(self.pod_spec.get("nodeSelector", {}))
 
     @property
     def trainer(self) -> Mapping[str, Any]:
         """What the template says of the trainer's own container."""
-        return trainer_of(self.template.spec)
+        return trainer_of(self.pod_spec)
 
     @property
     def pod_resources(self) -> ResourcesSpec:

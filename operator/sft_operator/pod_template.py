@@ -17,21 +17,21 @@ from .names import CLAIM_VOLUME, MOUNTS, TRAINER_CONTAINER, child_labels
 
 Template = Mapping[str, Any]
 
-_MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
+_Keys = Mapping[str, tuple[str, ...]]
+_IN_CONTAINER: _Keys = {"env": ("name",), "volumeDevices": ("devicePath",), "volumeMounts": ("mountPath",)}
+_IN_POD: _Keys = {
     "containers": ("name",),
-    "env": ("name",),
     "hostAliases": ("ip",),
     "imagePullSecrets": ("name",),
     "initContainers": ("name",),
     "resourceClaims": ("name",),
     "schedulingGates": ("name",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
-    "volumeDevices": ("devicePath",),
-    "volumeMounts": ("mountPath",),
     "volumes": ("name",),
 }
+_MERGE_KEYS: _Keys = {**_IN_POD, **_IN_CONTAINER}
 """Lists of a pod whose items are told apart by these of their fields."""
-_MERGED_WITHIN = frozenset({"containers", "initContainers"})
+_MERGED_WITHIN = ("containers", "initContainers")
 """Of these lists items with one key are merged. Elsewhere the upper one replaces the other: a volume has one source, a
 variable one value."""
 
@@ -103,7 +103,10 @@ def checked_spec(spec: Template) -> Template:
 
     Raises ``ValueError`` with the path of what is wrong, and why.
     """
-    _check_lists(spec, "")
+    _check_lists(spec, _IN_POD, "")
+    for kind in _MERGED_WITHIN:
+        for container in spec.get(kind, ()):
+            _check_lists(container, _IN_CONTAINER, f"{kind}[{container['name']}].")
     for name, why in OURS_IN_POD.items():
         if name in spec:
             raise ValueError(f"{name}: {why}")
@@ -165,9 +168,8 @@ def trainer_resources(container: Template, path: str = "") -> ResourcesSpec:
 
 
 def _instead(name: str) -> str:
-    named = {"image": "image", "imagePullPolicy": "imagePullPolicy"}.get(name)
-    if named:
-        return f"give {named} beside the template, not in it"
+    if name in ("image", "imagePullPolicy"):
+        return f"give {name} beside the template, not in it"
     return f"it is the trainer's own; of its container a template may have {', '.join(_OF_TRAINER)}"
 
 
@@ -177,24 +179,16 @@ def _check_fields(given: Template, ours: Iterable[str], path: str, why: str) -> 
             raise ValueError(f"{path}.{name}: {why}")
 
 
-def _check_lists(value: Any, path: str) -> None:
+def _check_lists(parent: Template, keys: _Keys, path: str) -> None:
     """Lists that are merged by a key hold objects that have it, once each."""
-    if isinstance(value, list):
-        for number, item in enumerate(value):
-            _check_lists(item, f"{path}[{number}]")
-    if not isinstance(value, Mapping):
-        return
-    for name, item in value.items():
-        here = f"{path}.{name}".lstrip(".")
-        if name in _MERGE_KEYS:
-            keys = _MERGE_KEYS[name]
-            if not _is_keyed(name, item):
-                raise ValueError(f"{here}: it must be a list of objects, each with {' and '.join(keys)}")
-            found = [_key(name, each) for each in item]
-            twice = next((key for key in found if found.count(key) > 1), None)
-            if twice:
-                raise ValueError(f"{here}: {'/'.join(twice)} stands there more than once")
-        _check_lists(item, here)
+    for name, fields in keys.items():
+        if name not in parent:
+            continue
+        if not _is_keyed(name, parent[name]):
+            raise ValueError(f"{path}{name}: it must be a list of objects, each with {' and '.join(fields)}")
+        found = [_key(name, item) for item in parent[name]]
+        if twice := next((key for key in found if found.count(key) > 1), None):
+            raise ValueError(f"{path}{name}: {'/'.join(twice)} stands there more than once")
 
 
 def _is_toleration(item: Any) -> bool:

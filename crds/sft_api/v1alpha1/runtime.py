@@ -264,8 +264,8 @@ class ComputeSpec(ApiModel):
     resources: ResourcesSpec = Field(
         default_factory=ResourcesSpec,
         description="Resources of each pod besides its GPUs. Of CPU and memory that are named neither in requests nor "
-        "in limits it asks for 2 and 8Gi a GPU, or 1 and 2Gi a process without GPUs, unless the chart's pods.resources "
-        "say otherwise; with the launcher ray for 1Gi of memory more.",
+        "in limits it asks for 2 and 8Gi a GPU, or 1 and 2Gi a process without GPUs, unless the profile or the chart's "
+        "pods.resources say otherwise; with the launcher ray for 1Gi of memory more.",
     )
     node_selector: LabelMap = Field(default_factory=dict, description="Labels that nodes must have.")
     tolerations: Annotated[list[TolerationSpec], Field(max_length=32)] = Field(

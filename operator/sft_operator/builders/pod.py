@@ -131,7 +131,7 @@ def build_pod_template(job: SFTJob, pods: PodSettings, store: StoreSettings | No
 def _platform_template(pods: PodSettings) -> Manifest:
     """The platform's template without what ours has of it already, variables and quantities of the trainer's container,
     which comes first."""
-    template = pods.template.model_dump(exclude_unset=True)
+    template = pods.template.model_dump(exclude_defaults=True)
     spec = template.get("spec", {})
     trainer = {
         **{name: value for name, value in pods.trainer.items() if name != "env"},
@@ -171,7 +171,7 @@ def _scheduling(compute: ComputeSpec, pods: PodSettings) -> Manifest:
         "imagePullSecrets": [{"name": name} for name in dict.fromkeys(secrets)],
         "serviceAccountName": compute.service_account_name,
         "nodeSelector": dict(compute.node_selector),
-        "tolerations": _tolerations(compute, pods.template.spec.get("tolerations", ())),
+        "tolerations": _tolerations(compute, pods.pod_spec.get("tolerations", ())),
         "priorityClassName": compute.priority_class_name,
         "runtimeClassName": compute.runtime_class_name,
     }

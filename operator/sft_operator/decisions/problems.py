@@ -54,8 +54,8 @@ _SERVER_AWAY = re.compile(
 _KUBELET_BEHIND = re.compile(r"failed to sync \w+ cache|not registered")
 
 _MAY_BE_THE_PROFILES = _VOLUME | {
-    *("ImagePull", "InitContainer", "PodConfig", "PodContainer", "PodSandbox", "PodSecurity", "Refused"),
-    "Unschedulable",
+    *("ImagePull", "InitContainer", "PodConfig", "PodContainer", "PodSandbox"),
+    *("PodSecurity", "Refused", "Unschedulable"),
 }
 """What a profile of pods may bring about as well as the spec of a job."""
 _ASKED_PODS = 3

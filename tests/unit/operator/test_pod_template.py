@@ -221,6 +221,17 @@ def test_shared_memory_and_warnings_go_by_the_templates_limit() -> None:
     assert "6.0Gi" in " ".join(memory_warnings(make_job(**spec).spec, pods))
 
 
+def test_labels_of_nodes_and_pods_may_be_called_as_lists_are() -> None:
+    selector = {"env": "prod", "volumes": "fast"}
+    term = {"topologyKey": "rack", "labelSelector": {"matchLabels": selector}}
+    affinity = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+    pods = settings_of({"nodeSelector": selector, "affinity": affinity}, profiles={"a": {"template": {"spec": {}}}})
+
+    assert pod_of(pods)["nodeSelector"] == selector
+    assert pods.with_profile("a").template == pods.template
+
+
 def test_pods_with_ray_have_the_same_template() -> None:
     spec = {"runtimeClassName": "nvidia", "volumes": [{"name": "v", "hostPath": {"path": "/v"}}]}
 
@@ -277,8 +288,8 @@ OURS = pod_of(PLAIN)
         (of_trainer(env=[{"name": "RANK", "value": "0"}]), r"env\[RANK\]: .*set by the supervisor"),
         (of_trainer(env=[{"name": "PYTHONPATH", "value": "0"}]), r"env\[PYTHONPATH\]: .*belongs to the image"),
         (of_trainer(env=[{"name": "A", "value": 1}]), r"env\[A\]\.value: it is 1 and must be a string"),
-        (of_trainer(env=[{"name": "A"}, {"name": "A"}]), r"containers\[0\]\.env: A stands there more than once"),
-        (of_trainer(env={"A": "1"}), r"containers\[0\]\.env: it must be a list of objects, each with name"),
+        (of_trainer(env=[{"name": "A"}, {"name": "A"}]), r"containers\[trainer\]\.env: A stands there more than once"),
+        (of_trainer(env={"A": "1"}), r"containers\[trainer\]\.env: it must be a list of objects, each with name"),
         (of_trainer(resources={"limits": {"nvidia.com/gpu": 1}}), "asked for by compute.gpusPerNode"),
         (of_trainer(resources={"limits": {"memory": "64GB"}}), "resources.limits.memory"),
         (of_trainer(resources={"requests": {"cpu": 2}, "limits": {"cpu": 1}}), "must not exceed"),
@@ -287,12 +298,13 @@ OURS = pod_of(PLAIN)
         ({"containers": {"name": "trainer"}}, "containers: it must be a list of objects, each with name"),
         ({"containers": None}, "containers: it must be a list of objects, each with name"),
         ({"containers": [{"image": "x"}]}, "containers: it must be a list of objects, each with name"),
-        ({"containers": [{"name": "a", "volumeMounts": ["/x"]}]}, r"containers\[0\]\.volumeMounts: it must be a list"),
+        ({"containers": [{"name": "a", "volumeMounts": ["/x"]}]}, r"containers\[a\]\.volumeMounts: it must be a list"),
         ({"tolerations": {"key": "a"}}, "tolerations: it must be a list"),
         ({"tolerations": [{"key": ["a"]}]}, "tolerations: each item must be an object with strings"),
         ({"nodeSelector": {"gpu": True}}, "nodeSelector: values must be strings"),
         ({"nodeSelector": ["gpu"]}, "nodeSelector: it must be an object"),
         ({"securityContext": None}, "securityContext: it must be an object"),
+        ({"initContainers": [{"name": "a", "env": ["A"]}]}, r"initContainers\[a\]\.env: it must be a list"),
     ],
 )
 def test_what_is_ours_or_cannot_be_merged_is_refused_with_its_path_and_why(spec: Object, words: str) -> None:
