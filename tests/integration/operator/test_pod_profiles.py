@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.integration.operator.scene import CHART, Object, Scene, StartOperator, helm
@@ -64,29 +63,29 @@ def test_the_api_server_takes_the_documented_profiles(
     assert only in term["labelSelector"]["matchExpressions"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({"runtimeClas": "nvidia"}, 'unknown field "spec.template.spec.runtimeClas"'),
-        ({"hostNetwork": "yes"}, "hostNetwork"),
-        ({"volumes": [{"name": "v", "hostPath": {"path": "relative/../.."}}]}, "must not contain '..'"),
-    ],
-)
 def test_what_the_api_server_refuses_is_told_of_the_jobs_with_that_profile_alone(
-    start_operator: StartOperator, own_scene: Scene, spec: Object, words: str
+    start_operator: StartOperator, own_scene: Scene
 ) -> None:
-    pods = {"image": "trainer:1", "profiles": {"wrong": {"template": {"spec": spec}}}}
-    start_operator(namespace=own_scene.namespace, pods=pods)
+    wrong: dict[str, tuple[Object, str]] = {
+        "field": ({"runtimeClas": "nvidia"}, 'unknown field "spec.template.spec.runtimeClas"'),
+        "type": ({"hostNetwork": "yes"}, "hostNetwork"),
+        "path": ({"volumes": [{"name": "v", "hostPath": {"path": "relative/../.."}}]}, "must not contain '..'"),
+    }
+    profiles = {name: {"template": {"spec": spec}} for name, (spec, _) in wrong.items()}
+    start_operator(namespace=own_scene.namespace, pods={"image": "trainer:1", "profiles": profiles})
 
-    own_scene.submit("refused", compute=on("wrong"))
-    own_scene.until(lambda: own_scene.condition("refused", "Stalled").get("reason") == "Refused")
+    for name in wrong:
+        own_scene.submit(name, compute=on(name))
+    for name in wrong:
+        own_scene.until(lambda name=name: own_scene.condition(name, "Stalled").get("reason") == "Refused")
     own_scene.submit("another", compute=on(None))
     own_scene.until_pods("another", 2)
 
-    message = own_scene.status("refused")["message"]
-    assert words in message
-    assert "its pods have the profile wrong" in message
-    assert own_scene.get("jobs", "refused") is None
+    for name, (_, words) in wrong.items():
+        message = own_scene.status(name)["message"]
+        assert words in message
+        assert f"its pods have the profile {name}" in message
+        assert own_scene.get("jobs", name) is None
 
 
 def test_a_changed_profile_counts_for_the_next_job_and_touches_none_that_is_there(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import random
 from typing import Any
 
 import pytest
@@ -78,48 +81,56 @@ def test_what_has_a_merge_key_is_merged_by_it_and_all_else_replaced() -> None:
     }
 
 
-def test_a_template_adds_to_the_pods_and_changes_nothing_of_ours() -> None:
-    added = {
-        "hostNetwork": True,
-        "dnsPolicy": "ClusterFirstWithHostNet",
-        "schedulerName": "other",
-        "runtimeClassName": "nvidia",
-        "serviceAccountName": "trainers",
-        "resourceClaims": [{"name": "imex", "resourceClaimTemplateName": "imex"}],
-        "affinity": {"podAffinity": {}},
-    }
-    spec = {
-        **added,
-        "securityContext": {"supplementalGroups": [44]},
-        "initContainers": [{"name": "daemon", "image": "daemon:1", "restartPolicy": "Always"}],
-        "containers": [
-            {"name": "beside", "image": "beside:1", "securityContext": {"privileged": True}},
-            {
-                "name": "trainer",
-                "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
-                "resources": {"claims": [{"name": "imex"}]},
-                "volumeMounts": [{"name": "libraries", "mountPath": "/usr/local/gpudirect"}],
-            },
-        ],
-        "volumes": [{"name": "libraries", "hostPath": {"path": "/opt/gpudirect"}}],
-    }
+ADDED: Object = {
+    "hostNetwork": True,
+    "dnsPolicy": "ClusterFirstWithHostNet",
+    "schedulerName": "other",
+    "runtimeClassName": "nvidia",
+    "serviceAccountName": "trainers",
+    "resourceClaims": [{"name": "imex", "resourceClaimTemplateName": "imex"}],
+    "affinity": {"podAffinity": {}},
+    "nodeSelector": {"rack": "1"},
+}
+FULL: Object = {
+    **ADDED,
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "securityContext": {"supplementalGroups": [44]},
+    "initContainers": [{"name": "daemon", "image": "daemon:1", "restartPolicy": "Always"}],
+    "containers": [
+        {"name": "beside", "image": "beside:1", "securityContext": {"privileged": True}},
+        {
+            "name": "trainer",
+            "env": [{"name": "A", "value": "1"}],
+            "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+            "resources": {"claims": [{"name": "imex"}], "limits": {"rdma/ib": 1}},
+            "volumeMounts": [{"name": "libraries", "mountPath": "/usr/local/gpudirect"}],
+        },
+    ],
+    "volumes": [{"name": "libraries", "hostPath": {"path": "/opt/gpudirect"}}],
+}
 
-    pod, plain = pod_of(settings_of(spec)), pod_of(PLAIN)
+
+def test_a_template_adds_to_the_pods_and_changes_nothing_of_ours() -> None:
+    pod, plain = pod_of(settings_of(FULL)), pod_of(PLAIN)
 
     trainer, beside = pod["containers"]
     ours = plain["containers"][0]
     assert without(pod, plain) == {
-        **added,
+        **ADDED,
+        "tolerations": [*FULL["tolerations"], *plain["tolerations"]],
         "securityContext": {**plain["securityContext"], "supplementalGroups": [44]},
-        "initContainers": spec["initContainers"],
-        "containers": [trainer, spec["containers"][0]],
-        "volumes": [*spec["volumes"], *plain["volumes"]],
+        "initContainers": FULL["initContainers"],
+        "containers": [trainer, beside],
+        "volumes": [*FULL["volumes"], *plain["volumes"]],
     }
-    assert beside["name"] == "beside"
+    given, ib = FULL["containers"][1], {"rdma/ib": 1}
+    asked = {kind: {**ours["resources"][kind], **ib} for kind in ("requests", "limits")}
+    assert beside == FULL["containers"][0]
     assert without(trainer, ours) == {
+        "env": [*ours["env"], *given["env"]],
         "securityContext": {**ours["securityContext"], "capabilities": {"add": ["IPC_LOCK"], "drop": ["ALL"]}},
-        "resources": {**ours["resources"], "claims": [{"name": "imex"}]},
-        "volumeMounts": [*spec["containers"][1]["volumeMounts"], *ours["volumeMounts"]],
+        "resources": {**asked, "claims": [{"name": "imex"}]},
+        "volumeMounts": [*given["volumeMounts"], *ours["volumeMounts"]],
     }
     assert not without(plain, pod).keys() - without(pod, plain).keys()
 
@@ -320,6 +331,30 @@ def test_what_is_ours_or_cannot_be_merged_is_refused_with_its_path_and_why(spec:
 def test_labels_by_which_pods_are_known_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match=f"{name}: .*known by it"):
         PodSettings.model_validate({"template": {"metadata": {"labels": {name: "x"}}}})
+
+
+JUNK = (None, True, 7, "x", [], {}, [None], ["x"], [{}], [{"name": 1}], {"x": None}, {"name": []})
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_a_template_holds_is_refused_when_it_is_read_or_makes_pods(seed: int) -> None:
+    chance = random.Random(seed)
+    spec = copy.deepcopy(FULL)
+    for _ in range(chance.randint(1, 3)):
+        parent: Any = spec
+        while True:
+            key = chance.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
+            if not (isinstance(parent[key], dict | list) and parent[key]) or chance.random() < 0.3:
+                break
+            parent = parent[key]
+        parent[key] = chance.choice(JUNK)
+
+    try:
+        pods = settings_of(spec, profiles={"other": {"template": {"spec": FULL}}})
+    except ValidationError:
+        return
+    for each in (pods, pods.with_profile("other")):
+        assert json.loads(json.dumps(pod_of(each)))["containers"][0]["name"] == "trainer"
 
 
 PROFILES: Object = {
