@@ -28,6 +28,8 @@ def as_dummy_run(spec: SFTJobSpec) -> SFTJobSpec:
             "training": spec.training.model_copy(update=training),
             "checkpoint": CheckpointSpec(uri=spec.checkpoint.uri, s3=spec.checkpoint.s3),
             "monitoring": MonitoringSpec(),
-            "export": spec.export.model_copy(update={"at_end": False, "checkpoint": "last", "every_steps": None}),
+            "export": spec.export.model_copy(
+                update={"at_end": False, "checkpoint": "last", "every_steps": None, "hub": None}
+            ),
         }
     )

@@ -219,6 +219,7 @@ NOT_NUMBERS = frozenset(
         "export.everySteps",
         "export.uri",
         "export.mergeAdapter",
+        "export.hub",  # of what is trained it gets a copy
         "monitoring",
         "suspend",
         "runPolicy",

@@ -5,6 +5,7 @@ while anything is saved there. Only name and numbers are compared: whoever has t
 object, cluster or machine starts it.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from datetime import datetime
@@ -30,7 +31,7 @@ from .checkpoints import (
 from .numbers import Numbers, NumbersError
 from .progress import STOPPED_EARLY_CHARACTERS, Phase, TrainingProgress
 from .report import checkpoint_status, checkpoints_status, finite
-from .v1alpha1 import HELD_OUT, ExportStatus, SFTJobSpec
+from .v1alpha1 import HELD_OUT, ExportStatus, HubSpec, HubStatus, SFTJobSpec
 
 RUN_KEY = "run.json"
 ALIVE_KEY = "alive.json"
@@ -45,6 +46,8 @@ EXPORT_ADAPTER_CONFIG = "adapter_config.json"
 """The last file of an export of adapters, in its place."""
 EXPORT_RECORD = "training-run.json"
 """Lies beside ``config.json``, from before the first file of weights on."""
+HUB_RECORD = "hub-copy.json"
+"""Lies beside it once a copy of the model is on the hub."""
 EXPORT_MARK = "unfinished-export.json"
 """Lies in the folder while an export goes on, and says of what."""
 EXPORT_WEIGHTS = "model"
@@ -155,6 +158,8 @@ class ExportRecord(StoredModel):
     form: ExportForm = "model"
     files: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict)
     """Bytes of each file of weights, once all are there."""
+    beside: list[str] = Field(default_factory=list)
+    """The names of all other files of the model, with those; none in what was written before they were told."""
 
     @property
     def config(self) -> str:
@@ -206,11 +211,41 @@ class ExportRecord(StoredModel):
         """
         if found is None or not found.files:
             return False
-        if found.model_copy(update={"files": {}}) != self.model_copy(update={"index": self.index or found.index}):
+        wanted = self.model_copy(update={"index": self.index or found.index})
+        if found.model_copy(update={"files": {}, "beside": []}) != wanted:
             return False
         if self.config not in sizes or EXPORT_MARK in sizes:
             return False
         return all(sizes.get(name) == size for name, size in found.files.items())
+
+
+class HubRecord(StoredModel):
+    """Which copy of an export is on the hub."""
+
+    repository: str
+    url: str
+    """Of the repository, with the hub that it is on: told, not compared."""
+    revision: str
+    commit: str
+    export: Sha256
+    """Of the bytes of ``EXPORT_RECORD``, when it was copied."""
+
+    @classmethod
+    def of(cls, hub: HubSpec, export: bytes, copy: HubStatus) -> Self:
+        """That of ``copy``, which ``hub`` asked for while ``export`` was in ``EXPORT_RECORD``."""
+        digest = hashlib.sha256(export).hexdigest()
+        return cls(repository=hub.repository, export=digest, **copy.model_dump())
+
+    def copy_of(self, hub: HubSpec, export: bytes) -> HubStatus | None:
+        """The copy, where ``hub`` asks for it, of the export with ``export`` in ``EXPORT_RECORD``."""
+        wanted = (hub.repository, hub.branch, hashlib.sha256(export).hexdigest())
+        if (self.repository, self.revision, self.export) != wanted:
+            return None
+        return HubStatus(url=self.url, revision=self.revision, commit=self.commit)
+
+    def encoded(self) -> bytes:
+        """As JSON, for people too."""
+        return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1).encode() + b"\n"
 
 
 def _index_of(manifest: Manifest) -> str:

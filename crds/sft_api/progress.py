@@ -13,7 +13,7 @@ from .failures import FailureClass
 from .times import Time
 from .v1alpha1.base import ReportModel
 from .v1alpha1.goodput import SpentSeconds
-from .v1alpha1.status import CheckpointsStatus, ExportStatus, SlowGpuStatus
+from .v1alpha1.status import CheckpointsStatus, ExportStatus, HubStatus, SlowGpuStatus
 
 PROGRESS_PORT = 8471
 """Port of the supervisor's HTTP server in every pod: /v1/progress, /metrics, /healthz."""
@@ -237,6 +237,7 @@ class TerminationMessage(ReportModel):
     export_uri: str | None = Field(default=None, max_length=500)
     export_step: int | None = None
     """Of the checkpoint that was exported; None from trainers of before it was told: ``step``."""
+    export_hub: HubStatus | None = None
     curve_uri: str | None = Field(default=None, max_length=500)
     spent: SpentSeconds | None = None
     """As in ``Progress``."""

@@ -485,6 +485,9 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
         if spec.lora:
             what = "the model with its adapters merged" if export.merge_adapter else "the adapters, for peft"
             decisions.append(Decision("exported", what, origin_of(export, "merge_adapter"), "export.mergeAdapter"))
+        if export.hub:
+            hub = f"{export.hub.repository}, branch {export.hub.branch}"
+            decisions.append(Decision("uploaded to", hub, Origin.GIVEN, "export.hub"))
     else:
         decisions.append(Decision("export", "none", Origin.GIVEN, "export.atEnd: false"))
     return decisions

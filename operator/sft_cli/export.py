@@ -14,7 +14,7 @@ from sft_api.report import best_of
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.job import SFTJob
 from sft_api.v1alpha1.places import default_export
-from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec
+from sft_api.v1alpha1.runtime import CheckpointSpec, ExportSpec, HubSpec
 from sft_api.v1alpha1.workload import ModelSpec
 from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.catalog import Catalog, Skipped, status_of
@@ -26,6 +26,7 @@ from sft_trainer.checkpoint.store import S3Settings, Store
 from sft_trainer.errors import TrainingError
 from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.exporting import export_checkpoint
+from sft_trainer.export.uploading import upload as upload_export
 from sft_trainer.fetch import localise
 from sft_trainer.place import check_same_run, read_record
 from sft_trainer.revisions import pinned
@@ -42,14 +43,24 @@ _TRIES = 5
 
 
 def export_job(
-    job: SFTJob, *, step: int | None, best: bool, to: str | None, checkpoints: str | None, uid: str | None
+    job: SFTJob,
+    *,
+    step: int | None,
+    best: bool,
+    to: str | None,
+    checkpoints: str | None,
+    uid: str | None,
+    upload: bool = False,
 ) -> None:
     """Export a checkpoint of ``job``, the newest unless ``step`` or ``best`` choose another, and print where it is.
 
     ``to`` and ``checkpoints`` are places other than the manifest's, ``uid`` names one of several jobs that saved there.
-    Raises UserError.
+    With ``upload`` the hub gets a copy, and its URL is printed too. Raises UserError.
     """
-    placed = _placed(job, to, checkpoints)
+    hub = job.spec.export.hub if upload else None
+    if upload and hub is None:
+        raise UserError("--upload: the manifest names no repository: add --set export.hub.repository=org/name")
+    placed = _placed(job, to, checkpoints, hub)
     uri, target = placed.spec.checkpoint.uri, placed.spec.export.uri
     assert uri is not None  # noqa: S101 - given just above
     assert target is not None  # noqa: S101
@@ -79,13 +90,19 @@ def export_job(
                 "exported: have it keep more, or give the command again once it has ended",
                 exit_code=exit_code(FailureClass.PLACE_IN_USE),
             )
+        copy = None
+        if hub is not None:
+            # Also where a copy is known to have been made: it may be gone there.
+            copy = upload_export(hub, goal, lambda words: say(f"Uploading to {words}", dim=True))
     except TrainingError as error:
         raise UserError(str(error), exit_code=exit_code(error.failure)) from error
     result(target.removeprefix(FILE_SCHEME))
+    if copy is not None:
+        result(copy.url)
 
 
-def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
-    """``job`` with all places given: as ``sft run`` chooses them, unless they are given here."""
+def _placed(job: SFTJob, to: str | None, checkpoints: str | None, hub: HubSpec | None) -> SFTJob:
+    """``job`` with all places given: as ``sft run`` chooses them, unless they are given here; ``hub`` gets a copy."""
     spec = job.spec
     try:
         option = "--from"
@@ -93,7 +110,7 @@ def _placed(job: SFTJob, to: str | None, checkpoints: str | None) -> SFTJob:
         given = CheckpointSpec(uri=checkpoints or spec.checkpoint.uri).uri
         uri = (given or local_checkpoints(Path.cwd(), job)).rstrip("/")
         option = "--to"
-        asked = ExportSpec(at_end=True, uri=to or spec.export.uri, merge_adapter=spec.export.merge_adapter)
+        asked = ExportSpec(at_end=True, uri=to or spec.export.uri, merge_adapter=spec.export.merge_adapter, hub=hub)
         export = asked.model_copy(update={"uri": (asked.uri or default_export(uri)).rstrip("/")})
     except ValidationError as error:
         raise UserError(*(f"{option}: {problem}" for problem in sentences(error))) from error

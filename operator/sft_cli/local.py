@@ -308,6 +308,11 @@ def missing_logins(
             f"spec.model.tokenSecretRef: there is no cluster to read Secret {spec.model.token_secret_ref.name} from: "
             "set HF_TOKEN in this shell, or log in with hf auth login"
         )
+    elif spec.export.hub and uris is None and not hub_token:
+        yield (
+            f"spec.export.hub: nobody may write to {spec.export.hub.repository} without a token: set HF_TOKEN in this "
+            "shell, or log in with hf auth login"
+        )
     aws_files = any((home / ".aws" / name).is_file() for name in ("credentials", "config"))
     aws_login = aws_files or any(environment.get(name) for name in _AWS_LOGINS)
     if spec.checkpoint.s3.credentials_secret_ref and asked("s3://") and not aws_login:

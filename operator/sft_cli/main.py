@@ -293,6 +293,7 @@ def data(
     "--from", "checkpoints", metavar="URI", help="Where the checkpoints are, instead of the manifest's place."
 )
 @click.option("--uid", help="The job that is meant, where the checkpoints of several lie in one place.")
+@click.option("--upload", is_flag=True, help="Upload the folder then, to the repository of the manifest's export.hub.")
 @debug_option
 def export(
     manifest: Path,
@@ -303,6 +304,7 @@ def export(
     to: str | None,
     checkpoints: str | None,
     uid: str | None,
+    upload: bool,
 ) -> None:
     """Export a checkpoint of an SFTJob as a Hugging Face folder.
 
@@ -316,7 +318,7 @@ def export(
     _start_the_trainer()
     from .export import export_job
 
-    export_job(job, step=step, best=best, to=to, checkpoints=checkpoints, uid=uid)
+    export_job(job, step=step, best=best, to=to, checkpoints=checkpoints, uid=uid, upload=upload)
 
 
 @cli.group()

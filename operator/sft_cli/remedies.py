@@ -119,6 +119,7 @@ def _is_in_8_bits(value: Any) -> bool:
 
 
 _PACKED = "lora.basePrecision: nf4"
+_REPOSITORY = "export.hub.repository"
 _SCALED_BY_ROOT = "lora.alpha: alpha times the root of the rank"
 
 _OTHER_NAMES = {
@@ -175,6 +176,18 @@ _OTHER_NAMES = {
     "evalsperepoch": "training.evaluation.everyEpochs: 0.25",
     "earlystoppingpatience": "training.evaluation.earlyStopping.patience",
     "loadbestmodelatend": "export.checkpoint: best",
+    "push": "export.hub",
+    "pushtohub": "export.hub",
+    "upload": "export.hub",
+    "uploadtohub": "export.hub",
+    "huggingface": "export.hub",
+    "hubmodelid": _REPOSITORY,
+    "pushtohubmodelid": _REPOSITORY,
+    "exporthubmodelid": _REPOSITORY,
+    "repoid": _REPOSITORY,
+    "hubprivaterepo": "export.hub.private",
+    "hubrevision": "export.hub.revision",
+    "hubtoken": "model.tokenSecretRef",
     "gradientclipping": "training.optimizer.maxGradNorm",
     "everyminutes": "checkpoint.everySeconds",
     "outputdir": "checkpoint.uri",
@@ -252,7 +265,11 @@ _NAMES_HERE = {
     "configname": ("subset",),
     "nameorpath": ("uri",),
     "dir": ("uri",),
-    "repo": ("uri",),
+    "repo": ("uri", "repository"),
+    "repoid": ("repository",),
+    "modelid": ("repository",),
+    "branch": ("revision",),
+    "visibility": ("private",),
     "dataset": ("uri",),
     "type": ("format",),
     "ropescaling": ("rope_parameters",),

@@ -127,7 +127,8 @@ def _model(status: SFTJobStatus) -> str:
     if status.export is not None:
         last = status.progress.step if status.progress is not None else 0
         of = f", of step {status.export.step}" if status.export.step < last else ""
-        return f"{place(status.export.uri)}{of}"
+        copy = f", and in {status.export.hub.url}" if status.export.hub is not None else ""
+        return f"{place(status.export.uri)}{of}{copy}"
     latest = _latest(status)
     saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"

@@ -18,13 +18,15 @@ from sft_api.v1alpha1 import DataSource
 from .adapter_files import layers_by_config, read_adapters
 from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
+from .checkpoint.catalog import Catalog
 from .checkpoint.opening import open_store
-from .checkpoint.store import S3Settings
+from .checkpoint.store import S3Settings, Store
 from .data.first_rows import check_first_rows
 from .data.held_out import Part, all_rows, trained_part
 from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
-from .errors import StorageUnavailableError
+from .errors import StorageUnavailableError, TrainingError
+from .export.hub import Repository
 from .fetch import localise
 from .origin import Origin
 from .outage import of_the_place
@@ -80,6 +82,7 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
         except StorageUnavailableError as error:
             log.info("not looked at: %s", error)
     codec()
+    _look_at_hub(config, store, reporter)
     # What comes now is not for this process to tell.
     reporter.phase(Phase.STARTING)
 
@@ -106,6 +109,25 @@ def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter)
         log.info("not looked at: %s", error)
         return
     read_adapters(folder, uri, spec.lora, *layers_by_config(model, spec))
+
+
+def _look_at_hub(config: TrainerConfig, store: Store, reporter: Reporter) -> None:
+    """Whether the run may upload its export; after all else, since what is not there yet is made.
+
+    Once an attempt was claimed it is only logged that it may not: no run that trains ends for a copy.
+    """
+    hub = config.spec.export.hub
+    if hub is None:
+        return
+    reporter.phase(Phase.STARTING, f"looking at {hub.repository}")
+    try:
+        Repository(hub, os.environ.get("HF_TOKEN")).make_ready()
+    except StorageUnavailableError as error:
+        log.info("not looked at: %s", error)
+    except TrainingError as error:
+        if not Catalog(store).newest_attempt():
+            raise
+        log.warning("the export cannot be uploaded as it is now: %s", error)
 
 
 def _codec(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> Codec | None:

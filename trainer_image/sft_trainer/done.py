@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -41,11 +41,15 @@ class DoneFile(Listener):
     def __init__(self, store: Store, saving: Saving) -> None:
         self._store = store
         self._saving = saving
+        self._written = False
 
     def on_end(self, event: Ended, control: Control) -> None:
-        if event.outcome is not Outcome.COMPLETE:
-            return
-        last = self._saving.checkpoint_of(event.step)
+        if event.outcome is Outcome.COMPLETE and not self._written:
+            self.write(event.step)
+
+    def write(self, step: int) -> None:
+        """Write it, after the last ``step``."""
+        last = self._saving.checkpoint_of(step)
         try:
             catalog = Catalog(self._store)
             found = catalog.find(last)
@@ -55,6 +59,7 @@ class DoneFile(Listener):
                 why, best = Figures.recorded(found).stopped_early, _best(catalog)
                 done = Done(step=last.step, attempt=last.attempt, stopped_early=why, best=best)
                 self._store.put(DONE_KEY, encode_done(done))
+                self._written = True
         except TrainingError as error:
             # Who starts the run again finds the last checkpoint, no step to do, and writes it then.
             log.warning("%s was not written: %s", DONE_KEY, error)
@@ -66,11 +71,17 @@ def _best(catalog: Catalog) -> str:
 
 
 def end_again(
-    config: TrainerConfig, store: Store, done: Done, revisions: Mapping[str, str], reporter: Reporter
+    config: TrainerConfig,
+    store: Store,
+    done: Done,
+    revisions: Mapping[str, str],
+    reporter: Reporter,
+    copied: Callable[[ExportStatus], ExportStatus] = lambda export: export,
 ) -> None:
     """Report the run in ``store`` as the complete one that it is, after its export was made if that is missing.
 
-    For the one process that writes for all. Raises ``ConfigError`` when neither its last checkpoint nor its export is
+    For the one process that writes for all. ``copied`` has the export, once it is there, uploaded where that is
+    missing. Raises ``ConfigError`` when neither its last checkpoint nor its export is
     there, or the export is missing and its checkpoint damaged, and what the export raises.
     """
     catalog = Catalog(store)
@@ -89,6 +100,7 @@ def end_again(
             f"({needed}): restore one of them; to train it again, name another place in checkpoint.uri"
         )
     last = found if isinstance(found, Manifest) else None
+    exports = copied(exports) if exports is not None else None
     progress = complete_progress(store.uri, done, last, _reported(store), exports)
     of_this_start = ("warnings", "phase", "phase_detail", "storage_outage", "spent", "data_seconds", "update_time")
     told = [name for name in TrainingProgress.model_fields if name not in of_this_start]

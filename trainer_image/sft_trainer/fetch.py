@@ -197,7 +197,7 @@ def _download(store: Store, objects: Sequence[StoredObject], target: Path, on_pr
         shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     missing = [entry for entry in objects if not _is_whole(partial, entry)]
-    _check_room(partial, sum(entry.size for entry in missing))
+    check_free(partial, sum(entry.size for entry in missing))
 
     failed = threading.Event()
 
@@ -255,7 +255,7 @@ def _finish(unfinished: Path, final: Path) -> None:
     unfinished.rename(final)
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def check_free(folder: Path, needed: int) -> None:
     disk = shutil.disk_usage(folder)
     if disk.total and needed > disk.free:  # a file system that says it has no size has one all the same
         raise StorageFullError(
@@ -326,7 +326,7 @@ def _from_hub(uri: str, token: str | None, kind: Kind, on_progress: OnProgress) 
                 allow_patterns=None if wanted is None else list(wanted),
                 ignore_patterns=None if kind == "dataset" else list(_OTHERWISE),
                 token=clean_token(token),
-                endpoint=_endpoint(),
+                endpoint=hub_endpoint(),
                 tqdm_class=progress_bar(on_progress),
             )
             return Path(path)
@@ -368,7 +368,7 @@ def hub_commit(uri: str, kind: Kind, token: str | None) -> tuple[str, str]:
     from huggingface_hub import HfApi, constants
 
     repository, _, revision = uri.removeprefix("hf://").partition("@")
-    api = HfApi(token=clean_token(token), endpoint=_endpoint())
+    api = HfApi(token=clean_token(token), endpoint=hub_endpoint())
     revision = revision or constants.DEFAULT_REVISION
     asked: dict[str, Any] = {"repo_id": repository, "repo_type": _repository_type(kind), "revision": revision}
     try:
@@ -399,7 +399,7 @@ def clean_token(token: str | None) -> str | None:
     return cleaned or None
 
 
-def _endpoint() -> str | None:
+def hub_endpoint() -> str | None:
     """Of the hub or a mirror, without a last slash: the library puts a path with one behind what it is given."""
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 

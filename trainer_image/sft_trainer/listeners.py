@@ -39,6 +39,8 @@ class OurListeners:
     """Where there are any, on the process that writes for all."""
     alive: Alive | None = None
     """Where there is a place, on the process that writes for all."""
+    done: DoneFile | None = None
+    """The same."""
 
     @classmethod
     def of(
@@ -55,13 +57,13 @@ class OurListeners:
     ) -> "OurListeners":
         """``device`` computes for this process; ``stop_file``, in the run directory, is the supervisor's word that the
         run shall save and leave."""
-        alive = Alive(config, store, stop_file)
+        alive, done = Alive(config, store, stop_file), DoneFile(store, saving)
         # What a run has once is written by one process.
         written: list[Listener] = [
             RecordsFile(store),
             # Before the curve, which is waited for at the end: who is asked to stop may be killed meanwhile.
             StatusFile(store, reporter),
-            DoneFile(store, saving),
+            done,
             alive,
             Curve(store, config.job.name, reporter),
         ]
@@ -94,6 +96,7 @@ class OurListeners:
             ],
             exports,
             alive if topology.writes else None,
+            done if topology.writes else None,
         )
 
     def in_order(self) -> list[Listener]:

@@ -21,6 +21,7 @@ from sft_api.progress import STOPPED_EARLY_CHARACTERS, Phase
 from sft_api.report import finite
 from sft_api.rundir import STOP_FILE
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1 import ExportStatus
 
 from .alike import check_alike, fingerprint
 from .alive import check_nobody_came
@@ -57,6 +58,7 @@ from .events import (
     StepDone,
 )
 from .export.at_end import AtEnd
+from .export.upload_at_end import UploadAtEnd
 from .figures import Figures
 from .flops import ModelFlops
 from .keeps_tokens import is_shared, kept_tokens, remove_kept
@@ -162,6 +164,7 @@ class Trainer:
         self._evaluate()
         self._save(final=True)
         self._export()
+        self._upload()
 
     def _is_over(self) -> bool:
         return self.step == self.prepared.total_steps or bool(self.figures.stopped_early)
@@ -248,7 +251,7 @@ class Trainer:
         self.step = done.step
         if self.topology.writes:
             with of_the_place():
-                end_again(self.config, self.store, done, self._place.revisions, self.reporter)
+                end_again(self.config, self.store, done, self._place.revisions, self.reporter, self._copied)
                 if is_shared(self.store):
                     remove_kept(self.store)  # who wrote that it is complete may have been killed before that
 
@@ -595,3 +598,19 @@ class Trainer:
         steps: list[int] = []
         self.saving.patiently(lambda: steps.append(export.run(last, uri, target)), f"the export to {uri}")
         self.events.emit(ExportEnded(steps[-1], uri))
+
+    def _upload(self) -> None:
+        """By one process, which the others do not wait for: a copy changes nothing of the run, and may take hours."""
+        export = self.reporter.progress.export
+        if self.ours.done is None or export is None or self.spec.export.hub is None:
+            return
+        # Who starts the run again, asked to stop meanwhile, has nothing but the upload to do.
+        self.ours.done.write(self.step)
+        self.reporter.update(export=self._copied(export))
+
+    def _copied(self, export: ExportStatus) -> ExportStatus:
+        """``export`` with its copy on the hub, where one is asked for and can be had."""
+        if self.spec.export.hub is None:
+            return export
+        copy = UploadAtEnd(self.config, self.reporter, self._stop_file).run()
+        return export.model_copy(update={"hub": copy})

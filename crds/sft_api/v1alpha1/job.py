@@ -316,6 +316,11 @@ class SFTJobSpec(ApiModel):
             lambda self: self.export.every_steps is None or self.export.at_end,
         ),
         Rule(
+            "!has(self.export.hub) || self.export.atEnd",
+            "export.hub gets a copy of the export at the end: leave export.atEnd out",
+            lambda self: self.export.hub is None or self.export.at_end,
+        ),
+        Rule(
             "!self.export.mergeAdapter || has(self.lora)",
             "export.mergeAdapter needs lora: without it the whole model is exported",
             lambda self: not self.export.merge_adapter or self.lora is not None,

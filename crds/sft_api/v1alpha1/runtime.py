@@ -7,7 +7,7 @@ from pydantic import Field
 from .base import AnnotationMap, ApiModel, Epochs, LabelMap, Name, Rule, ShortText, matches
 from .megatron import MegatronSpec
 from .quantities import RESOURCE_RULES, Quantity, at_least, at_most
-from .uris import StorageUri
+from .uris import HubBranch, HubRepository, StorageUri
 
 
 class FsdpSpec(ApiModel):
@@ -435,6 +435,25 @@ class CheckpointSpec(ApiModel):
     )
 
 
+class HubSpec(ApiModel):
+    """A repository that gets a copy of the finished model."""
+
+    repository: HubRepository = Field(description="org/name; made when the run starts where it is not there.")
+    revision: HubBranch | None = Field(
+        default=None, description="Branch that gets it, made where it is not there; main when absent."
+    )
+    private: bool | None = Field(
+        default=None,
+        description="Whether a repository that is made is private; it is when absent. With true a public one is "
+        "refused.",
+    )
+
+    @property
+    def branch(self) -> str:
+        """That gets it."""
+        return self.revision or "main"
+
+
 class ExportSpec(ApiModel):
     """The finished model in Hugging Face format."""
 
@@ -453,6 +472,11 @@ class ExportSpec(ApiModel):
         default=False,
         description="With lora: export the whole model, adapters added to its weights and rounded as these are; else "
         "the adapters alone, in the format of peft.",
+    )
+    hub: HubSpec | None = Field(
+        default=None,
+        description="Upload the export at the end to the hub (HF_ENDPOINT), with the token of model.tokenSecretRef, "
+        "which must be allowed to write there. The export stays, and the run is complete, also where that fails.",
     )
 
 

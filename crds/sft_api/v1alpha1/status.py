@@ -233,11 +233,20 @@ class PlanStatus(ApiModel):
     memory: MemoryStatus | None = Field(default=None, description="What is taken of each GPU; absent on CPU.")
 
 
+class HubStatus(ApiModel):
+    """The copy of an exported model on the hub."""
+
+    url: Annotated[str, Field(max_length=2048)] = Field(description="Its repository.")
+    revision: Annotated[str, Field(max_length=100)] = Field(description="Branch that got it.")
+    commit: Annotated[str, Field(max_length=64)] = Field(description="Commit in which it is there.")
+
+
 class ExportStatus(ApiModel):
     """The exported model."""
 
     uri: Annotated[str, Field(max_length=2048)] = Field(description="Its folder.")
     step: int = Field(description="Steps done when it was written.")
+    hub: HubStatus | None = Field(default=None, description="Its copy on the hub, once export.hub has got one.")
 
 
 class SlowGpuStatus(ApiModel):

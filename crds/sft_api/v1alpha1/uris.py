@@ -76,6 +76,30 @@ StorageUri = Annotated[
     _NO_CLAIMS_BY_PATH,
 ]
 
+_REPOSITORY = "[A-Za-z0-9][-A-Za-z0-9_.]*/[A-Za-z0-9][-A-Za-z0-9_.]*"
+HubRepository = Annotated[
+    str,
+    Field(max_length=160),
+    matches(
+        f"^{_REPOSITORY}$",
+        "must be org/name, a repository for models on the hub",
+        NearMiss(
+            rf"^({_HUB.replace('.', '[.]')}|hf://){_REPOSITORY}$",
+            ("did you mean ", Edited(replace=((_HUB, ""), ("hf://", ""))), "?"),
+        ),
+        NearMiss(rf"^(hf://)?{_REPOSITORY}@[^/@]+$", ("the branch is export.hub.revision",)),
+        NearMiss("^[A-Za-z0-9][-A-Za-z0-9_.]*$", ("the organisation, or user, is missing",)),
+    ),
+]
+HubBranch = Annotated[
+    str,
+    Field(max_length=100),
+    matches(
+        "^[A-Za-z0-9][-A-Za-z0-9_.]*(/[A-Za-z0-9][-A-Za-z0-9_.]*)*$",
+        "must be the name of a branch: letters, digits, -, _ and . between slashes",
+    ),
+]
+
 
 def within(uri: str, folder: str) -> bool:
     """Whether ``uri`` is ``folder`` or below it; both as the rules above want them, with or without a last slash."""

@@ -67,7 +67,8 @@ class ModelSpec(ApiModel):
         "in the table of docs/memory.md.",
     )
     token_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="Hub token for hf:// models and data, from a Secret of the job's namespace."
+        default=None,
+        description="Hub token for hf:// models and data, and for export.hub, from a Secret of the job's namespace.",
     )
 
 

@@ -229,7 +229,13 @@ class Asking:
         try:
             if self._store:
                 run = await self._store.read_complete(
-                    question.uri, question.export_uri, question.name, question.numbers, question.form, question.choice
+                    question.uri,
+                    question.export_uri,
+                    question.name,
+                    question.numbers,
+                    question.form,
+                    question.choice,
+                    question.hub,
                 )
         except StoreError as error:
             logger.warning("%s: whether its run is complete cannot be read, and its Job finds out: %s", key, error)

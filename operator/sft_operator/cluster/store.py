@@ -28,10 +28,12 @@ from sft_api.place import (
     DONE_KEY,
     EXPORT_MARK,
     EXPORT_RECORD,
+    HUB_RECORD,
     RUN_KEY,
     ExportChoice,
     ExportForm,
     ExportRecord,
+    HubRecord,
     RecordError,
     complete_progress,
     decode_done,
@@ -39,7 +41,7 @@ from sft_api.place import (
 )
 from sft_api.progress import TrainingProgress
 from sft_api.report import checkpoint_status, checkpoints_status, finite
-from sft_api.v1alpha1 import CheckpointStatus, ExportStatus
+from sft_api.v1alpha1 import CheckpointStatus, ExportStatus, HubSpec, HubStatus
 
 from ..config import StoreSettings
 from ..picture import untrusted
@@ -87,12 +89,14 @@ class CheckpointStore:
         numbers: Numbers,
         form: ExportForm = "model",
         choice: ExportChoice = "last",
+        hub: HubSpec | None = None,
     ) -> CompleteRun | None:
         """The run ``name`` with these ``numbers`` below ``uri`` when it is complete, and nothing is left to do for it.
 
-        ``export_uri`` is where its model has to be, None where none is asked for. Raises ``StoreError``.
+        ``export_uri`` is where its model has to be, None where none is asked for, ``hub`` where a copy of it.
+        Raises ``StoreError``.
         """
-        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form, choice))
+        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form, choice, hub))
 
     async def _in_thread(self, work: Callable[[], _Found]) -> _Found:
         await self._limit.acquire()
@@ -152,7 +156,14 @@ class CheckpointStore:
                 return f"its manifest cannot be read: {error}"
 
     def _read_complete(
-        self, uri: str, export_uri: str | None, name: str, numbers: Numbers, form: ExportForm, choice: ExportChoice
+        self,
+        uri: str,
+        export_uri: str | None,
+        name: str,
+        numbers: Numbers,
+        form: ExportForm,
+        choice: ExportChoice,
+        hub: HubSpec | None,
     ) -> CompleteRun | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -176,7 +187,10 @@ class CheckpointStore:
                 found = last if last is not None and last.id == one else self._manifest_of(reading, one)
                 if not _holds_export(target, ExportRecord.of_done(name, numbers, done, found, form, choice)):
                     return None
-                export = ExportStatus(uri=export_uri, step=one.step)
+                copy = _copy_on_hub(target, hub) if hub is not None else None
+                if hub is not None and copy is None:
+                    return None
+                export = ExportStatus(uri=export_uri, step=one.step, hub=copy)
             if last is None and export is None:
                 return None
             reported = _progress(reading.document(STATUS_KEY))
@@ -228,6 +242,16 @@ def _holds_export(target: Reading, wanted: ExportRecord) -> bool:
     sizes = {f"{wanted.weights}{rest}": file.size for rest, file in weights.items()}
     marks = {name: raw for name in (wanted.config, EXPORT_MARK) if (raw := target.record(name)) is not None}
     return wanted.is_whole(found, {**sizes, **{name: len(raw) for name, raw in marks.items()}})
+
+
+def _copy_on_hub(target: Reading, hub: HubSpec) -> HubStatus | None:
+    export, raw = target.document(EXPORT_RECORD), target.document(HUB_RECORD)
+    if export is None or raw is None:
+        return None
+    try:
+        return HubRecord.model_validate(untrusted.loads(raw)).copy_of(hub, export)
+    except ValueError:
+        return None
 
 
 def _progress(raw: bytes | None) -> TrainingProgress | None:

@@ -49,6 +49,9 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         for each in reversed(after.exports)
         if each.step not in exported
     ]
+    copied, copy = (status.export.hub if status.export else None for status in (before, after))
+    if copy is not None and copy != copied:
+        told.append(News("Normal", "Uploaded", f"the model is in {copy.url}, branch {copy.revision}, {copy.commit}"))
     known_as_slow = {(each.uuid, each.since) for each in before.slow_gpus}
     told += [
         News("Warning", "SlowGPU", slow_gpu(each))

@@ -274,8 +274,8 @@ def complete_question(
     if not all(is_readable(place, s3, store, namespace) for place in (uri, export_uri) if place is not None):
         return None
     spec = job.spec
-    form, choice = form_of(spec), spec.export.checkpoint
-    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(spec), form, choice)
+    form, choice, hub = form_of(spec), spec.export.checkpoint, spec.export.hub
+    return ReadComplete(memory.uid, uri, export_uri, job.metadata.name, Numbers.of(spec), form, choice, hub)
 
 
 def read_complete(memory: Memory, question: ReadComplete | None, *, clock: float) -> Asked:

@@ -210,7 +210,8 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
         update["eval_accuracy"] = shown(words.eval_accuracy)
     export = status.export
     if words.export_uri:
-        export = ExportStatus(uri=words.export_uri, step=words.step if words.export_step is None else words.export_step)
+        step = words.step if words.export_step is None else words.export_step
+        export = ExportStatus(uri=words.export_uri, step=step, hub=words.export_hub)
     return status.model_copy(
         update={
             "attempt": words.attempt,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sft_api.numbers import Numbers
 from sft_api.place import ExportChoice, ExportForm
-from sft_api.v1alpha1 import SFTJobStatus
+from sft_api.v1alpha1 import HubSpec, SFTJobStatus
 from sft_api.v1alpha1.job import ObjectMeta
 
 from ..picture.memory import Memory
@@ -186,6 +186,8 @@ class ReadComplete:
     """Of its export."""
     choice: ExportChoice = "last"
     """The checkpoint that it is of."""
+    hub: HubSpec | None = None
+    """Where a copy of it has to be."""
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,9 @@ def _end(exported: Exported, target: Store, shape: Shape, mark: bytes, record: E
     if plan.index is not None:
         target.put(INDEX, plan.index)
     files = {file.name: file.size for file in plan.files}
-    target.put(EXPORT_RECORD, record.model_copy(update={"files": files}).encoded())
     beside = companions(exported.model, exported.folder, exported.tokenizer, exported.card, shape.adapter_config)
+    names = [*([INDEX] if plan.index is not None else []), *beside]
+    target.put(EXPORT_RECORD, record.model_copy(update={"files": files, "beside": names}).encoded())
     for name, content in beside.items():
         if name == record.config:
             _check_mark(target, mark)

@@ -1,4 +1,4 @@
-"""The process of an export beside training, as the process that trains starts and hears it."""
+"""The process of an export, or of its upload, as the process that trains starts and hears it."""
 
 import contextlib
 import json
@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sft_api.checkpoints import CheckpointId
 from sft_api.trainer_config import TrainerConfig
-from sft_trainer.errors import StorageFullError, StorageUnavailableError, TrainingError
+from sft_trainer.errors import ConfigError, StorageFullError, StorageUnavailableError, TrainingError
 
 SILENT_SECONDS = 1800.0
 """Of an export of which nothing was heard for so long nothing more is expected."""
@@ -22,35 +22,51 @@ _BLOCK = 2**16
 
 
 class ExportError(TrainingError):
-    """An export ended before its end; the message says why."""
+    """An export, or its upload, ended before its end; the message says why."""
 
 
-class ExportProcess:
-    """Runs one export at a time."""
+class Process:
+    """Runs one process at a time, which has the configuration on its standard input and says what it does."""
 
-    def __init__(self, config: TrainerConfig, command: tuple[str, ...] = ("-m", "sft_trainer.export.beside")) -> None:
-        """``command``: arguments of Python."""
+    def __init__(
+        self, config: TrainerConfig, command: tuple[str, ...], *, silent_seconds: float = SILENT_SECONDS
+    ) -> None:
+        """``command``: arguments of Python; who says nothing for ``silent_seconds`` is ended."""
         self._config = config
         self._command = command
+        self._silent_seconds = silent_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
 
-    def run(self, checkpoint: CheckpointId, on_bytes: Callable[[int], None], on_warning: Callable[[str], None]) -> None:
-        """Export ``checkpoint``; ``on_bytes`` is told how many came or went so far.
+    def hear(
+        self,
+        words: Sequence[str],
+        on_bytes: Callable[[int], None],
+        on_words: Callable[[str], None],
+        look: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
+        """Run it with ``words`` as arguments, before its parent's id; what it has ``done``, where it says that.
 
-        Raises StorageFullError where a store is full, StorageUnavailableError where one is away, ExportError otherwise.
+        ``on_bytes`` is told how many came or went so far, ``on_words`` each ``warning``, or the ``work`` that it is at.
+        ``look`` is called about once a second; what it raises ends the process. Raises StorageFullError where a store
+        is full, StorageUnavailableError where one is away, ConfigError for what the user has to change, ExportError
+        otherwise.
         """
-        process = self._started(checkpoint)
+        process = self._started(words)
+        done: dict[str, Any] = {}
         try:
             error = None
             for said in self._heard(process):
+                look()
                 if "bytes" in said:
                     on_bytes(int(said["bytes"]))
-                elif "warning" in said:
-                    on_warning(str(said["warning"]))
+                elif words_said := said.get("warning") or said.get("work"):
+                    on_words(str(words_said))
                 elif "error" in said:
                     error = said
+                elif "done" in said:
+                    done = said["done"]
             code = process.wait()
         finally:
             with contextlib.suppress(OSError):
@@ -62,6 +78,7 @@ class ExportProcess:
             raise ExportError(f"its process was killed by signal {-code}")
         if code:
             raise ExportError(f"its process ended with code {code}; the log of this process has its last words")
+        return done
 
     def kill(self) -> None:
         """End the one that runs, and start no other."""
@@ -70,13 +87,12 @@ class ExportProcess:
             if self._process is not None:
                 self._process.kill()
 
-    def _started(self, checkpoint: CheckpointId) -> subprocess.Popen[bytes]:
-        words = [checkpoint.folder, str(os.getpid())]
+    def _started(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._killed:
                 raise ExportError("the run ends")
             self._process = subprocess.Popen(
-                [sys.executable, *self._command, *words],
+                [sys.executable, *self._command, *words, str(os.getpid())],
                 # Threads that it does not need would take processors from the steps.
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
@@ -89,15 +105,16 @@ class ExportProcess:
         return process
 
     def _heard(self, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-        """What it says, until it ends. Raises ExportError where it says nothing for too long."""
+        """What it says, until it ends, and nothing now and then. Raises ExportError where it is silent for too long."""
         assert process.stdout is not None  # noqa: S101
         rest, heard = b"", time.monotonic()
         with process.stdout as pipe, selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             while True:
                 if not selector.select(_LOOK_SECONDS):
-                    if time.monotonic() - heard > SILENT_SECONDS:
-                        raise ExportError(f"nothing was heard of it for {SILENT_SECONDS / 60:.0f} minutes")
+                    if time.monotonic() - heard > self._silent_seconds:
+                        raise ExportError(f"nothing was heard of it for {self._silent_seconds / 60:.0f} minutes")
+                    yield {}
                     continue
                 if not (block := os.read(pipe.fileno(), _BLOCK)):
                     return
@@ -106,9 +123,22 @@ class ExportProcess:
                 yield from map(_read, lines)
 
 
+class ExportProcess(Process):
+    """Runs one export at a time."""
+
+    def __init__(self, config: TrainerConfig, command: tuple[str, ...] = ("-m", "sft_trainer.export.beside")) -> None:
+        super().__init__(config, command, silent_seconds=SILENT_SECONDS)
+
+    def run(self, checkpoint: CheckpointId, on_bytes: Callable[[int], None], on_warning: Callable[[str], None]) -> None:
+        """Export ``checkpoint``; arguments and errors are those of ``hear``."""
+        self.hear([checkpoint.folder], on_bytes, on_warning)
+
+
 def _kind(error: dict[str, Any]) -> type[TrainingError]:
     if error.get("full"):
         return StorageFullError
+    if error.get("final"):
+        return ConfigError
     return StorageUnavailableError if error.get("outage") else ExportError
 
 

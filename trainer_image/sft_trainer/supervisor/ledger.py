@@ -175,6 +175,7 @@ def termination(
     """How the run ended, with where it stood."""
     checkpoints_uri, checkpoints = committed(training.checkpoints)
     export_uri = training.export.uri if training.export else None
+    hub = training.export.hub if training.export else None
     return TerminationMessage(
         failure=failure,
         message=message[:2000],
@@ -191,6 +192,7 @@ def termination(
         checkpoints=checkpoints,
         export_uri=_short(export_uri),
         export_step=training.export.step if training.export else None,
+        export_hub=hub if hub and len(hub.url.encode()) <= 200 else None,
         curve_uri=_short(training.curve_uri),
     )
 
