@@ -104,7 +104,9 @@ def serve_uploads() -> Iterator[UploadHub]:
             try:
                 if fault is not None and isinstance(fault.does, int):
                     raise _Refused(fault.does)
-                answer = asked(hub, self.command, path, body, self.headers.get("Authorization", ""))
+                # Where it was asked: there may be something between the client and this server.
+                here = f"http://{self.headers['Host']}"
+                answer = asked(hub, here, self.command, path, body, self.headers.get("Authorization", ""))
             except _Refused as refused:
                 self.say({"error": "refused"}, refused.status, {"X-Error-Code": refused.code} if refused.code else {})
                 return
@@ -135,7 +137,7 @@ def serve_uploads() -> Iterator[UploadHub]:
         yield hub
 
 
-def asked(hub: UploadHub, method: str, path: str, body: bytes, login: str) -> Any:
+def asked(hub: UploadHub, here: str, method: str, path: str, body: bytes, login: str) -> Any:
     """The answer to one request; raises _Refused."""
     if method == "PUT" and path.startswith("/lfs/"):
         digest = path.rpartition("/")[2]
@@ -149,7 +151,7 @@ def asked(hub: UploadHub, method: str, path: str, body: bytes, login: str) -> An
     if path == "/api/repos/create":
         return _create(hub, json.loads(body), writes)
     if found := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-        return {"transfer": "basic", "objects": [_large(hub, each) for each in json.loads(body)["objects"]]}
+        return {"transfer": "basic", "objects": [_large(hub, here, each) for each in json.loads(body)["objects"]]}
     found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(.*))?", path)
     name, rest = (found[1], found[2] or "") if found else ("", "")
     repository = hub.repositories.get(name)
@@ -176,7 +178,7 @@ def asked(hub: UploadHub, method: str, path: str, body: bytes, login: str) -> An
         there = repository.files(about)
         return {"files": [_preuploaded(file, there) for file in json.loads(body)["files"]]}
     if what == "commit":
-        return _commit(hub, repository, about, body)
+        return _commit(hub, repository, f"{hub.endpoint}/{name}", about, body)
     raise _Refused(404)
 
 
@@ -199,11 +201,11 @@ def _commit_of(repository: Repository, revision: str) -> str:
     return repository.branches[revision]
 
 
-def _large(hub: UploadHub, wanted: dict[str, Any]) -> dict[str, Any]:
+def _large(hub: UploadHub, here: str, wanted: dict[str, Any]) -> dict[str, Any]:
     said = {"oid": wanted["oid"], "size": wanted["size"]}
     if wanted["oid"] in hub.objects:
         return said
-    return {**said, "actions": {"upload": {"href": f"{hub.endpoint}/lfs/{wanted['oid']}?Signature=secret"}}}
+    return {**said, "actions": {"upload": {"href": f"{here}/lfs/{wanted['oid']}?Signature=secret"}}}
 
 
 def git_blob(content: bytes) -> str:
@@ -231,7 +233,7 @@ def _preuploaded(file: dict[str, Any], there: Mapping[str, bytes]) -> dict[str, 
     return said
 
 
-def _commit(hub: UploadHub, repository: Repository, branch: str, body: bytes) -> Any:
+def _commit(hub: UploadHub, repository: Repository, url: str, branch: str, body: bytes) -> Any:
     header, *operations = [json.loads(line) for line in body.splitlines()]
     if header["value"].get("parentCommit") not in (None, repository.branches[branch]):
         raise _Refused(412)
@@ -245,4 +247,4 @@ def _commit(hub: UploadHub, repository: Repository, branch: str, body: bytes) ->
         elif operation["key"] == "deletedFile":
             del files[value["path"]]
     commit = repository.commit(branch, files, header["value"]["summary"])
-    return {"commitUrl": f"{hub.endpoint}/commit/{commit}", "commitOid": commit}
+    return {"commitUrl": f"{url}/commit/{commit}", "commitOid": commit}

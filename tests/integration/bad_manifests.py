@@ -338,6 +338,12 @@ RULES = [
         "export.everySteps is for exports besides the one at the end: leave export.atEnd out",
     ),
     Bad(
+        "uploaded and not exported",
+        "spec",
+        {"export": "{atEnd: false, hub: {repository: org/mine}}"},
+        "export.hub gets a copy of the export at the end: leave export.atEnd out",
+    ),
+    Bad(
         "merged without adapters",
         "spec",
         {"export": "{mergeAdapter: true}"},

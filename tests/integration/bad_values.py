@@ -249,6 +249,28 @@ VALUES = [
         {"data": f"{{{ROWS}, eval: [{{name: a/b, uri: hf://org/rows}}]}}"},
         "must be letters, digits, - _ .",
     ),
+    *(
+        Bad(
+            f"no repository: {repository}",
+            "spec.export.hub.repository",
+            {"export": f"{{hub: {{repository: '{repository}'}}}}"},
+            "must be org/name, a repository for models on the hub",
+            hint,
+        )
+        for repository, hint in (
+            ("hf://org/mine", "did you mean org/mine?"),
+            ("https://huggingface.co/org/mine", "did you mean org/mine?"),
+            ("org/mine@v2", "the branch is export.hub.revision"),
+            ("mine", "the organisation, or user, is missing"),
+            ("datasets/org/mine", ""),
+        )
+    ),
+    Bad(
+        "branch with a space",
+        "spec.export.hub.revision",
+        {"export": "{hub: {repository: org/mine, revision: my branch}}"},
+        "must be the name of a branch: letters, digits, -, _ and . between slashes",
+    ),
     Bad(
         "secret in capitals",
         "spec.model.tokenSecretRef.name",

@@ -158,7 +158,8 @@ spec:
     async: false
     resume: {policy: never, from: {uri: pvc://models/other, step: 10, what: everything}}
   monitoring: {profile: {startStep: 100, steps: 5}, memorySnapshot: {startStep: 2, steps: 5}}
-  export: {atEnd: true, checkpoint: best, everySteps: 1000, uri: pvc://models/every-field, mergeAdapter: true}
+  export: {atEnd: true, checkpoint: best, everySteps: 1000, uri: pvc://models/every-field, mergeAdapter: true,
+    hub: {repository: org/every-field, revision: runs/1, private: true}}
   suspend: true
   deletionPolicy: Delete
   runPolicy:

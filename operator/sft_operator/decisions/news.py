@@ -51,7 +51,8 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
     ]
     copied, copy = (status.export.hub if status.export else None for status in (before, after))
     if copy is not None and copy != copied:
-        told.append(News("Normal", "Uploaded", f"the model is in {copy.url}, branch {copy.revision}, {copy.commit}"))
+        where = f"{copy.url}, branch {copy.revision}, commit {copy.commit}"
+        told.append(News("Normal", "Uploaded", f"the model is in {where}"))
     known_as_slow = {(each.uuid, each.since) for each in before.slow_gpus}
     told += [
         News("Warning", "SlowGPU", slow_gpu(each))

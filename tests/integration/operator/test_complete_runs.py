@@ -16,11 +16,14 @@ from sft_api.place import (
     EXPORT_ADAPTER_CONFIG,
     EXPORT_CONFIG,
     EXPORT_RECORD,
+    HUB_RECORD,
     RUN_KEY,
     Done,
     ExportRecord,
+    HubRecord,
     encode_done,
 )
+from sft_api.v1alpha1 import ExportStatus, HubSpec, HubStatus
 from sft_operator.cluster.store import CheckpointStore
 from sft_operator.cluster.store_reading import StoreError
 from sft_operator.config import StoreSettings
@@ -141,6 +144,25 @@ def test_pods_look_for_the_best_of_a_run_whose_word_names_none(s3: Any, read: As
     assert read(uri, choice="last") is not None
     assert read(uri, choice="best") is None
     assert read(uri, choice="best", export=False) is not None
+
+
+def test_a_run_that_is_to_be_on_the_hub_is_complete_with_its_copy(s3: Any, read: Ask) -> None:
+    # Given a complete run, and what a pod that has uploaded its export leaves beside it
+    uri, hub = f"{URI}/team/copied", HubSpec(repository="org/mine")
+    files = finished_run("tiny", NUMBERS)
+    copy = HubStatus(url="https://hub/org/mine", revision="main", commit="abc")
+    record = HubRecord.of(hub, files[f"export/{EXPORT_RECORD}"], copy)
+    put_files(s3, uri, files)
+    put_files(s3, f"{uri}-there", {**files, f"export/{HUB_RECORD}": record.encoded()})
+    put_files(s3, f"{uri}-half", {**files, f"export/{HUB_RECORD}": record.encoded()[:-9]})
+
+    # Then it is for the pods to upload what is not known to be where it is asked for
+    assert read(uri, hub=hub) is None
+    assert read(f"{uri}-half", hub=hub) is None
+    assert read(f"{uri}-there", hub=HubSpec(repository="org/mine", revision="next")) is None
+    found = read(f"{uri}-there", hub=hub)
+    assert found is not None
+    assert found.progress.export == ExportStatus(uri=f"{uri}-there/export", step=STEP, hub=copy)
 
 
 def test_adapters_are_the_export_of_a_run_that_asks_for_them(s3: Any, read: Ask) -> None:

@@ -325,6 +325,18 @@ def test_values_of_secrets_must_be_in_the_shell() -> None:
     assert key == "spec.compute.env KEY: there is no cluster to read its value from: set KEY in this shell"
 
 
+def test_an_upload_needs_a_token_where_a_run_makes_one() -> None:
+    hub = {"export": {"hub": {"repository": "org/mine"}}}
+    (problem,) = problems(job(**hub))
+    assert problem == (
+        "spec.export.hub: nobody may write to org/mine without a token: set HF_TOKEN in this shell, or log in with hf "
+        "auth login"
+    )
+    prepared(job(**hub), environment={"HF_TOKEN": "t"})
+    prepared(job(training={"dummyRun": {}}, **hub))
+    assert data_out_of_reach(job(**hub).spec, {}, evaluation=False) == []
+
+
 def test_values_of_secrets_are_taken_from_the_shell_and_named() -> None:
     run = prepared(job(**SECRETS), environment={"HF_TOKEN": "t", "AWS_ACCESS_KEY_ID": "i", "KEY": "k"})
 

@@ -223,6 +223,15 @@ SENTENCES = {
     "lora: {use_lora: true}": "unknown field spec.lora.use_lora; did you mean spec.lora?",
     "lora: {use_rslora: true}": "unknown field spec.lora.use_rslora; did you mean spec.lora.alpha: alpha times the "
     "root of the rank?",
+    "training: {push_to_hub: true}": "unknown field spec.training.push_to_hub; did you mean spec.export.hub?",
+    "hub_model_id: org/mine": "unknown field spec.hub_model_id; did you mean spec.export.hub.repository?",
+    "export: {export_hub_model_id: org/mine}": "unknown field spec.export.export_hub_model_id; did you mean "
+    "spec.export.hub.repository?",
+    "export: {hub: {repository: org/mine, repo_id: org/mine}}": "unknown field spec.export.hub.repo_id; did you mean "
+    "repository?",
+    "export: {hub: {repository: org/mine, branch: v2}}": "unknown field spec.export.hub.branch; did you mean revision?",
+    "training: {hub_private_repo: true}": "unknown field spec.training.hub_private_repo; did you mean "
+    "spec.export.hub.private?",
     "training: {num_train_epochs: 3}": "unknown field spec.training.num_train_epochs; did you mean "
     "spec.training.epochs?",
     "data: {train: [{uri: hf://org/rows}], max_seq_length: 512}": "unknown field spec.data.max_seq_length; did you "

@@ -11,6 +11,7 @@ from sft_api.v1alpha1.status import (
     CheckpointsStatus,
     CheckpointStatus,
     ExportStatus,
+    HubStatus,
     ProgressStatus,
     RestartsStatus,
     SFTJobStatus,
@@ -53,6 +54,15 @@ def test_a_model_of_an_earlier_step_says_which() -> None:
     model = lines(Ending(None), progress=progress(loss=1.0), export=best)[2]
 
     assert model == "Model       /c/export, of step 20"
+
+
+def test_a_copy_on_the_hub_is_named() -> None:
+    copy = HubStatus(url="https://hub/org/mine", revision="main", commit="abc")
+    export = ExportStatus(uri="file:///c/export", step=40, hub=copy)
+
+    model = lines(Ending(None), progress=progress(loss=1.0), export=export)[2]
+
+    assert model == "Model       /c/export, and in https://hub/org/mine"
 
 
 def test_models_of_steps_on_the_way_are_named() -> None:

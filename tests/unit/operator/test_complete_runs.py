@@ -9,7 +9,7 @@ import pytest
 from sft_api.numbers import Numbers
 from sft_api.place import Done, complete_progress
 from sft_api.progress import Phase
-from sft_api.v1alpha1 import ExportStatus
+from sft_api.v1alpha1 import ExportStatus, HubSpec
 from sft_operator.config import StoreSettings
 from sft_operator.decisions.look import look
 from sft_operator.decisions.questions import complete_was_read
@@ -62,6 +62,9 @@ def test_nothing_is_made_before_the_store_has_said_whether_the_run_is_complete()
     (adapters,) = questions(decided(manifest(lora={})))
     (merged,) = questions(decided(manifest(lora={}, export={"mergeAdapter": True})))
     assert (adapters.form, merged.form) == ("adapter", "model")
+    hub = {"repository": "org/mine"}
+    (copied,) = questions(decided(manifest(export={"hub": hub})))
+    assert copied.hub == HubSpec(repository="org/mine")
     kept = {"uri": PLACE, "keep": {"best": 1}}
     data = {"train": [{"uri": "hf://org/rows"}], "eval": [{"uri": "hf://org/rows", "name": "held-out"}]}
     (best,) = questions(decided(manifest(data=data, checkpoint=kept, export={"checkpoint": "best"})))

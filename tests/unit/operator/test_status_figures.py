@@ -11,7 +11,7 @@ from sft_api.failures import FailureClass
 from sft_api.progress import BEFORE_TRAINING, Phase, TrainingProgress
 from sft_api.report import checkpoints_status
 from sft_api.times import timestamp
-from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus, SFTJobStatus
+from sft_api.v1alpha1 import CheckpointsStatus, ExportStatus, HubStatus, SFTJobStatus
 from sft_operator.decisions.status import retried_status, write_status
 from sft_operator.picture.observed import Stored, Unanswered
 from tests.unit.operator.make import (
@@ -63,9 +63,10 @@ EARLY = "after step 60: it got no better"
 @pytest.mark.parametrize("told", ["report", "last words", "both"])
 def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> None:
     figures = {"stopped_early": EARLY, "eval_loss": 1.5, "eval_accuracy": 0.4}
-    export = ExportStatus(uri="s3://b/model", step=40)
+    copy = HubStatus(url="https://hub/org/mine", revision="main", commit="abc")
+    export = ExportStatus(uri="s3://b/model", step=40, hub=copy)
     complete = training(60, phase=Phase.COMPLETE, export=export, **figures)
-    last = words(None, 60, total_steps=100, export_uri=export.uri, export_step=40, **figures)
+    last = words(None, 60, total_steps=100, export_uri=export.uri, export_step=40, export_hub=copy, **figures)
     pod = make_pod(0, phase="Succeeded", exit_code=0, words=last)
     before = status_of(running(report=report(training(59) if told == "last words" else complete)))
 

@@ -13,7 +13,7 @@ from sft_api.deletion import DELETES
 from sft_api.failures import FailureClass
 from sft_api.goodput import CAUSES
 from sft_api.report import checkpoints_status
-from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1 import CheckpointStatus, Condition, ExportStatus, HubStatus, RestartsStatus, SFTJobStatus
 from sft_api.v1alpha1.status import State
 from sft_operator.config import Settings, load_settings
 from sft_operator.decisions.deletion import with_warnings
@@ -80,6 +80,22 @@ def test_trouble_that_comes_with_a_change_of_state_is_a_warning_by_its_own_name(
     assert [item.reason for item in news(TRAINED, away)] == ["Recovering", "ImagePull"]
     failed = compute_status(make_job(), TRAINED, running(job=make_child(conditions={"Failed": ("x", "")})), NOW)
     assert [item.reason for item in news(TRAINED, failed)] == ["Failed"]
+
+
+def test_a_copy_on_the_hub_is_an_event_once() -> None:
+    def seen(before: SFTJobStatus, commit: str) -> SFTJobStatus:
+        copy = HubStatus(url="https://hub/org/mine", revision="main", commit=commit) if commit else None
+        told = report(training(50, export=ExportStatus(uri="s3://b/export", step=50, hub=copy)))
+        return compute_status(make_job(), before, running(report=told), NOW)
+
+    exported = seen(SFTJobStatus(), "")
+    copied = seen(exported, "abc")
+
+    assert [item.reason for item in news(SFTJobStatus(), exported)] == []
+    assert news(exported, copied) == [
+        ("Normal", "Uploaded", "the model is in https://hub/org/mine, branch main, commit abc")
+    ]
+    assert news(copied, seen(copied, "abc")) == []
 
 
 def test_an_export_on_the_way_is_an_event_once_and_stays_told() -> None:

@@ -249,7 +249,7 @@ def test_the_card_says_what_lies_there(tmp_path: Path, run: tuple[Any, Exported]
         for merge in (False, True)
     }
     assert cards[False].startswith("---\nlibrary_name: peft\nbase_model: org/model\n")
-    assert cards[True].startswith("---\nlibrary_name: transformers\npipeline_tag")
+    assert cards[True].startswith("---\nlibrary_name: transformers\nbase_model: org/model\n")
     for card in cards.values():
         assert "- sft\n- lora\n---\n" in card
         assert "| adapters | rank 3, alpha 6 |\n| learning rate of B | 16 times that of A |" in card

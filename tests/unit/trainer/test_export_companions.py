@@ -120,3 +120,9 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
     assert "| weights in training | bf16, rounded stochastically |" in card
     begun = resolve(job(Path("/inputs"), Path("/store"), lora={"adapterUri": "hf://org/adapters"}))
     assert "| adapters began as those of | `hf://org/adapters` |" in model_card(begun, manifest, build_on_meta(source))
+    rows = [{"uri": uri} for uri in ("hf://org/rows@v1", "hf://org/rows", "s3://b/rows")]
+    sections = {"model": {"uri": "hf://org/base@main"}, "data": {"train": rows}}
+    known = resolve(job(Path("/inputs"), Path("/store"), **sections))
+    lines = model_card(known, manifest, build_on_meta(source)).splitlines()
+    assert lines[1:5] == ["library_name: transformers", "base_model: org/base", "datasets:", "- org/rows"]
+    assert lines[5].startswith("pipeline_tag: ")

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -172,8 +172,9 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         facts["digest of the model"] = run.base_digest
     overrides = config.spec.model.config_overrides
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
-    name = config.spec.model.uri.removeprefix("hf://").partition("@")[0]
-    base = f"base_model: {name}\n" if peft and config.spec.model.uri.startswith("hf://") else ""
+    base = "".join(f"base_model: {name}\n" for name in _on_the_hub([config.spec.model.uri]))
+    rows_of = "".join(f"- {name}\n" for name in _on_the_hub(source.uri for source in config.spec.data.train))
+    base += f"datasets:\n{rows_of}" if rows_of else ""
     sees = model.whole is not None and "vision_config" in model.whole.config.sub_configs
     task = "image-text-to-text" if sees else "text-generation"
     tags = "- sft\n- lora\n" if lora else "- sft\n"
@@ -185,6 +186,11 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
         f"| | |\n|---|---|\n{rows}\n{in_words(overrides, model.whole is not None) if peft else ''}"
     )
+
+
+def _on_the_hub(uris: Iterable[str]) -> list[str]:
+    """Names of the repositories among ``uris``, each once: what the hub shows as where a model comes from."""
+    return [*dict.fromkeys(uri.removeprefix("hf://").partition("@")[0] for uri in uris if uri.startswith("hf://"))]
 
 
 def _trained_otherwise(training: TrainingSpec) -> dict[str, str]:

@@ -3,8 +3,9 @@
 All of this is asked of ``huggingface_hub``, which is imported where it is needed.
 """
 
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG
 from sft_api.v1alpha1 import HubSpec
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageUnavailableError, TrainingError
 from sft_trainer.fetch import FOR_GOOD, clean_token, disk_cause, disk_error, hub_endpoint, hub_words
+
+log = logging.getLogger("sft_trainer")
 
 _OF_A_MODEL = re.compile(
     rf"(model(-\d{{5}}-of-\d{{5}})?|adapter_model)\.safetensors(\.index\.json)?|{re.escape(EXPORT_CONFIG)}"
@@ -121,22 +124,20 @@ class Repository:
         """
         from huggingface_hub import CommitOperationDelete
 
-        replaced = _replaced(head.sizes, (each.path_in_repo for each in additions))
+        names = {each.path_in_repo for each in additions}
+        models = {name for name in head.sizes if _OF_A_MODEL.fullmatch(name)}
+        if models:
+            log.warning("%s held another model: it is in commit %s", self.url, head.commit)
         with _told(self.url):
             made = self._api.create_commit(
                 self._spec.repository,
-                [*additions, *map(CommitOperationDelete, replaced)],
+                [*additions, *map(CommitOperationDelete, sorted(models - names))],
                 commit_message=title,
                 commit_description=text,
                 revision=self._spec.branch,
                 parent_commit=head.commit,
             )
         return made.oid
-
-
-def _replaced(there: Iterable[str], added: Iterable[str]) -> list[str]:
-    """Of the files that are ``there`` those of another model, or of another form of it, than that of ``added``."""
-    return sorted(name for name in {*there} - {*added} if _OF_A_MODEL.fullmatch(name))
 
 
 @contextmanager

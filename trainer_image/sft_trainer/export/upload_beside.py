@@ -8,6 +8,7 @@ whether that may end without the user's doing (``outage``), will not (``final``)
 
 import json
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> int:
     """Upload the export of the run on standard input; the exit code."""
     die_with(int(sys.argv[1]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s upload: %(message)s")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     # It quotes whole URLs, with what they are signed with.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     config = TrainerConfig.model_validate_json(sys.stdin.read())
