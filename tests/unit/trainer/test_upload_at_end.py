@@ -83,14 +83,14 @@ def test_one_that_stays_away_is_given_up_with_words(config: TrainerConfig, tmp_p
     ]
 
 
-@pytest.mark.parametrize("error", [ConfigError("it is public"), StorageFullError("no room")])
+@pytest.mark.parametrize("error", [ConfigError("it is public"), StorageFullError("no room"), ValueError()])
 def test_what_no_time_mends_is_given_up_at_once(
     config: TrainerConfig, tmp_path: Path, clock: list[float], error: Exception
 ) -> None:
     copy, reporter = upload(config, tmp_path, Uploading(error))
     assert (copy, clock) == (None, [0.0])
     (warning,) = reporter.progress.warnings
-    assert warning.startswith(f"not uploaded to org/mine: {error}; the model is in ")
+    assert warning.startswith(f"not uploaded to org/mine: {str(error) or 'ValueError: '}; the model is in ")
 
 
 def test_who_is_asked_to_leave_leaves_also_while_it_waits(

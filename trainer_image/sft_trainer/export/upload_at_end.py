@@ -19,9 +19,9 @@ from sft_trainer.reporting import Reporter
 from .process import Process
 from .uploading import export_target, known_copy
 
-_SILENT_SECONDS = 900.0
-"""Of an upload of which nothing was read for so long nothing more is expected: less than liveness waits for."""
 _LOOK_SECONDS = 1.0
+_FOR_GOOD = (ConfigError, StorageFullError)
+"""What no time mends."""
 
 
 class Uploader(Protocol):
@@ -36,7 +36,7 @@ class UploadProcess(Process):
     def __init__(
         self, config: TrainerConfig, command: tuple[str, ...] = ("-m", "sft_trainer.export.upload_beside")
     ) -> None:
-        super().__init__(config, command, silent_seconds=_SILENT_SECONDS)
+        super().__init__(config, command)
 
     def run(self, on_work: Callable[[str], None], look: Callable[[], None]) -> HubStatus:
         """The copy, once it is there; ``on_work`` is told what is being done. Errors are those of ``hear``."""
@@ -71,22 +71,26 @@ class UploadAtEnd:
         self._outage = Outage(config.spec.run_policy.storage_deadline_seconds)
         self._told = ""
         """The warning that stands."""
+        self._words = f"uploading to {self._hub.repository}"
+        """What is being done."""
 
     def run(self) -> HubStatus | None:
         """The copy, made if it is not there; None where it cannot be made, which is told.
 
         Raises StopRequested where the run is asked to leave meanwhile: who starts it again finds all else done.
         """
-        self._reporter.phase(Phase.EXPORTING, f"uploading to {self._hub.repository}")
+        self._reporter.phase(Phase.EXPORTING, self._words)
         while True:
             try:
                 copy = self._copy()
             except StopRequested:
                 raise
-            except (ConfigError, StorageFullError) as error:
-                self._give_up(str(error))
-                return None
-            except TrainingError as error:
+            except Exception as error:  # of whatever kind: it is no error of the run
+                if not isinstance(error, TrainingError) or isinstance(error, _FOR_GOOD):
+                    self._give_up(
+                        str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
+                    )
+                    return None
                 if not self._waits_for(error):
                     return None
             else:
@@ -99,9 +103,11 @@ class UploadAtEnd:
         return known_copy(self._hub, export_target(self._config)) or self._uploader.run(self._say, self._look)
 
     def _say(self, words: str) -> None:
-        self._reporter.alive(Phase.EXPORTING, f"uploading to {words}")
+        self._words = f"uploading to {words}"
 
     def _look(self) -> None:
+        # Also of an upload that is silent: how long it may be, its process is judged by.
+        self._reporter.alive(Phase.EXPORTING, self._words)
         if self._stop_file.exists():
             raise StopRequested("stopped while the export is uploaded: who goes on uploads what is missing")
 
@@ -112,8 +118,8 @@ class UploadAtEnd:
         if began:
             self._warn(f"not uploaded to {self._hub.repository} yet, it is tried again: {error}")
         while self._outage.verdict is None and (left := self._outage.seconds_to_next_try) > 0:
-            self._look()
             self._say(f"{self._hub.repository}: to try again in {left:.0f} s: {error}")
+            self._look()
             time.sleep(min(left, _LOOK_SECONDS))
         if self._outage.verdict is None:
             return True
