@@ -13,6 +13,7 @@ from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError, StopRequested, StorageFullError, StorageUnavailableError
 from sft_trainer.export.process import ExportError
 from sft_trainer.export.upload_at_end import UploadAtEnd, UploadProcess
+from sft_trainer.export.upload_beside import _bytes_read
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 
@@ -112,6 +113,14 @@ def test_a_copy_that_is_known_is_not_made_again(config: TrainerConfig, tmp_path:
     export.put(HUB_RECORD, HubRecord.of(config.spec.export.hub, word, COPY).encoded())
     copy, _ = upload(config, tmp_path, Uploading(ConfigError("asked")))
     assert copy == COPY
+
+
+def test_what_is_read_is_counted(tmp_path: Path) -> None:
+    before = _bytes_read()
+    (tmp_path / "file").write_bytes(b"x" * 2**20)
+    assert _bytes_read() - before < 2**16
+    (tmp_path / "file").read_bytes()
+    assert _bytes_read() - before >= 2**20
 
 
 def test_a_process_is_heard_and_looked_after_while_it_is_silent(config: TrainerConfig, tmp_path: Path) -> None:

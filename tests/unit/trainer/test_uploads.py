@@ -167,7 +167,9 @@ def test_a_branch_is_made_and_a_public_repository_refused_where_a_private_one_is
     ],
     ids=lambda fault: f"{fault.path.strip('/')}-{fault.does}",
 )
-def test_whatever_goes_wrong_on_the_way_one_commit_has_the_model(hub: UploadHub, tmp_path: Path, fault: Fault) -> None:
+def test_whatever_goes_wrong_on_the_way_one_commit_has_the_model(
+    hub: UploadHub, tmp_path: Path, fault: Fault, capfd: pytest.CaptureFixture[str]
+) -> None:
     store = export(tmp_path)
     Repository(HUB, TOKEN).make_ready()
     hub.faults.append(fault)
@@ -181,6 +183,7 @@ def test_whatever_goes_wrong_on_the_way_one_commit_has_the_model(hub: UploadHub,
 
     assert (hub.faults, [type(error) for error in met]) in (([], []), ([], [expected]))
     assert "Signature" not in str(met)
+    assert "Signature" not in capfd.readouterr().err
     repository = hub.repositories["org/mine"]
     assert len(repository.titles) == 2
     assert repository.branches["main"] == copy.commit

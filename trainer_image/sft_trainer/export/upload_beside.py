@@ -31,8 +31,6 @@ def main() -> int:
     die_with(int(sys.argv[1]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s upload: %(message)s")
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    # It quotes whole URLs, with what they are signed with.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     config = TrainerConfig.model_validate_json(sys.stdin.read())
     assert config.spec.export.hub is not None  # noqa: S101 - from the process that trains
     threading.Thread(target=_tell_bytes, daemon=True).start()
