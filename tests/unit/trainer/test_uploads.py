@@ -1,6 +1,7 @@
 """Copies of an export on the hub, made by the hub's own client: whole, once, and again after whatever went wrong."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,8 +169,10 @@ def test_a_branch_is_made_and_a_public_repository_refused_where_a_private_one_is
     ids=lambda fault: f"{fault.path.strip('/')}-{fault.does}",
 )
 def test_whatever_goes_wrong_on_the_way_one_commit_has_the_model(
-    hub: UploadHub, tmp_path: Path, fault: Fault, capfd: pytest.CaptureFixture[str]
+    hub: UploadHub, tmp_path: Path, fault: Fault, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    huggingface_hub.utils.logging.set_verbosity_warning()  # as it does when it is imported
     store = export(tmp_path)
     Repository(HUB, TOKEN).make_ready()
     hub.faults.append(fault)
@@ -183,7 +186,7 @@ def test_whatever_goes_wrong_on_the_way_one_commit_has_the_model(
 
     assert (hub.faults, [type(error) for error in met]) in (([], []), ([], [expected]))
     assert "Signature" not in str(met)
-    assert "Signature" not in capfd.readouterr().err
+    assert "Signature" not in caplog.text
     repository = hub.repositories["org/mine"]
     assert len(repository.titles) == 2
     assert repository.branches["main"] == copy.commit
