@@ -20,6 +20,7 @@ from sft_trainer.errors import (
     StorageUnavailableError,
 )
 from sft_trainer.reporting import Reporter
+from tests.hub_uploads import TOKEN, Fault, serve_uploads
 from tests.parity.runs import manifest, resolve
 from tests.peft_folders import adapters_in
 
@@ -128,3 +129,30 @@ def test_adapters_that_the_run_does_not_train_are_found_by_the_config_of_the_mod
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no adapter_model.safetensors"):
         look(job, tmp_path)
+
+
+def test_who_may_not_upload_is_refused_before_the_first_attempt_and_not_after_it(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serve_uploads() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_TOKEN", "hf_read")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        job["spec"]["export"] = {"hub": {"repository": "org/mine"}}
+        with pytest.raises(AccessDeniedError, match=r"/org/mine.*to a token that may write there"):
+            look(job, tmp_path)
+        LocalStore(tmp_path / "store").put(attempt_key(1), b"{}")
+        look(job, tmp_path)
+        assert "the export cannot be uploaded as it is now" in caplog.text
+
+        # Who may finds what it needs, and a hub that is away is left to the end
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        look(job, tmp_path)
+        assert hub.repositories["org/mine"].private
+        hub.faults.append(Fault("GET", "/auth-check/write", 503))
+        look(job, tmp_path)
+        assert hub.faults == []
+    # No run without the field asks the hub
+    del job["spec"]["export"]["hub"]
+    look(job, tmp_path)
+    assert len([request for request in hub.asked if "auth-check" in request]) == 4
