@@ -158,6 +158,12 @@ def test_adapters_are_shown_with_what_is_trained_of_a_model_on_this_machine(tmp_
     assert only["exported"].value == "the model with its adapters merged"
 
 
+def test_where_the_export_is_uploaded_to() -> None:
+    assert "uploaded to" not in decisions()
+    hub = decisions(export={"hub": {"repository": "org/mine"}})["uploaded to"]
+    assert (hub.value, hub.origin) == ("org/mine, branch main", Origin.GIVEN)
+
+
 def test_adapters_to_begin_with_are_looked_at_where_they_are_on_this_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
