@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG
 from sft_api.v1alpha1 import HubSpec
@@ -55,7 +54,7 @@ class Repository:
         self._token = clean_token(token)
         endpoint = hub_endpoint() or constants.ENDPOINT
         self._api = HfApi(token=self._token, endpoint=endpoint)
-        self.url = f"{_without_login(endpoint)}/{spec.repository}"
+        self.url = f"{_without_secrets(endpoint)}/{spec.repository}"
         """Without what is secret."""
 
     def make_ready(self) -> None:
@@ -188,8 +187,3 @@ def upload_error(error: Exception, url: str) -> TrainingError:
 def _without_secrets(text: str) -> str:
     """``text`` in one line, and without what is secret in URLs: logins, and the signatures of those for one upload."""
     return " ".join(_LOGIN.sub(r"\1", _SIGNED.sub(r"\1", text)).split())
-
-
-def _without_login(endpoint: str) -> str:
-    parts = urlsplit(endpoint)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
