@@ -46,10 +46,10 @@ class Repository:
     def __init__(self, spec: HubSpec, token: str | None) -> None:
         """``token`` may be None where somebody has logged in on this machine."""
         from huggingface_hub import HfApi, constants
-        from huggingface_hub.utils.logging import set_verbosity_error
+        from huggingface_hub.utils.logging import set_verbosity
 
         # Its warnings quote whole URLs, with what they are signed with.
-        set_verbosity_error()
+        set_verbosity(logging.ERROR)
         self._spec = spec
         self._token = clean_token(token)
         endpoint = hub_endpoint() or constants.ENDPOINT
