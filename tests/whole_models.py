@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from sft_trainer.versions import of_texts
 from tests.architectures import SMALL
 
 IMAGE = 127
@@ -189,7 +190,7 @@ def save_whole(kind: str, path: Path, dtype: torch.dtype = torch.float32, **text
     model.to(dtype).save_pretrained(path)
     if kind == "qwen3_vl_moe":
         turn_experts(path)
-    return model.float()
+    return of_texts(model.float())
 
 
 def turn_experts(path: Path) -> None:

@@ -413,6 +413,17 @@ def with_head(decoder: Any) -> type:
     return TextPart
 
 
+def of_texts(whole: Any) -> Any:
+    """``whole``, a model of several parts, able to compute with texts alone.
+
+    Llama 4's of transformers 5.24 asks the output of its text part for those of images, which it never has.
+    """
+    text_part = getattr(whole, "language_model", None)
+    if whole.config.model_type == "llama4" and text_part is not None:
+        text_part.register_forward_hook(lambda module, given, output: setattr(output, "image_outputs", None))
+    return whole
+
+
 def passed_over(model: Any) -> list[str]:
     """Patterns, found anywhere in them, of names that files of the Hugging Face ``model`` may have, and it does not."""
     return [*(model._keys_to_ignore_on_load_unexpected or ())]

@@ -46,6 +46,7 @@ KINDS = [
     ("qwen3", {"tie_word_embeddings": True}),
     ("phi3", {}),
     ("gpt_neox", {}),
+    ("exaone", {}),
     ("qwen3_moe", EXPERTS),
     ("qwen2_moe", EXPERTS),
     ("mixtral", EXPERTS),

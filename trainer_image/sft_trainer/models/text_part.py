@@ -16,7 +16,7 @@ from sft_trainer.errors import ModelError
 from sft_trainer.loss import Logits
 from sft_trainer.names.canonical import Names
 from sft_trainer.names.places import Place, place_in_files
-from sft_trainer.versions import with_head
+from sft_trainer.versions import of_texts, with_head
 
 from . import llama4
 from .attention import Boundaries, boundary_arguments
@@ -160,7 +160,9 @@ def _check_same(whole: Any, text: Any, modules: Place, logits: Logits) -> None:
         whole.set_submodule(modules.head[1], inside.get_output_embeddings())
         whole.config.text_config = inside.config
         ids = _ordinary_tokens(whole.config, small.config.vocab_size)
-        given = whole(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
+        given = of_texts(whole)(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[
+            0
+        ]
         hidden = small.base_model(
             input_ids=ids[None],
             position_ids=torch.arange(_TOKENS)[None],

@@ -1,4 +1,4 @@
-"""How the modules of transformers 5.23 differ from hub files, by architecture (its ``model_type``).
+"""How the modules of transformers 5.24 differ from hub files, by architecture (its ``model_type``).
 
 Architectures that are not here have the same names in both: Llama, Mistral, Qwen 2, 2.5 and 3, Gemma, Granite, OLMo,
 SmolLM, and Phi-3, whose hub files are fused themselves. What is here is checked against what ``save_pretrained``
@@ -47,6 +47,20 @@ RULES: Mapping[str, Rules] = {
     "deepseek_v3": Rules(experts=_GATED),
     "dots1": Rules(experts=_GATED),
     "ernie4_5_moe": Rules(renamed=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),), experts=_GATED),
+    "exaone": Rules(
+        renamed=(
+            ("model.embed_tokens.", "transformer.wte."),
+            ("model.layers.", "transformer.h."),
+            ("model.norm.", "transformer.ln_f."),
+            (".self_attn.o_proj.", ".self_attn.out_proj."),
+            (".self_attn.", ".attn.attention."),
+            (".input_layernorm.", ".ln_1."),
+            (".post_attention_layernorm.", ".ln_2."),
+            (".mlp.gate_proj.", ".mlp.c_fc_0."),
+            (".mlp.up_proj.", ".mlp.c_fc_1."),
+            (".mlp.down_proj.", ".mlp.c_proj."),
+        )
+    ),
     "exaone_moe": Rules(
         renamed=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),), experts=_GATED
     ),
