@@ -40,6 +40,8 @@ _OF_EXPERTS = re.compile(
 )
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
+_OF_FP8 = re.compile(r".*(_scale_inv|\b(weight|input|output|q|k|v)_scale|activation_scale)")
+"""What files in FP8 have beside weights."""
 _ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")
 _ALL_EXPERTS = re.compile(
     r"(?P<block>.*)\.(?P<of>experts\.(gate_up|down)_proj(_blocks)?|(input|output)_linear\.weight)"
@@ -165,7 +167,7 @@ def names_warning(found: Trained | str | None, refused: str) -> str:
 def _numbers(name: str, shape: list[int]) -> int:
     """Of the model, in the tensor ``name``: of experts in MXFP4 a byte of blocks holds two; scales are none, nor those
     of FP8."""
-    if name.endswith("_scale_inv"):
+    if _OF_FP8.fullmatch(name):
         return 0
     packed = _PACKED.fullmatch(name)
     return math.prod(shape) * (1 if packed is None else 2 if packed["of"] == "blocks" else 0)

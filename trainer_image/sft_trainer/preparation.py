@@ -208,9 +208,8 @@ def prepare(
         train.append(tokenized(source, rows, trained, reporter.warn))
     if held_out:
         evaluation[HELD_OUT] = EvaluationSet(held_out)
-    huggingface: Any = model.blueprint.huggingface
     sources = [*train, *(source for each in evaluation.values() for source in each.sources)]
-    check_vocabulary(tokenizer, sources, huggingface.get_input_embeddings().num_embeddings)
+    check_vocabulary(tokenizer, sources, model.blueprint.vocabulary)
     steps, epoch_size = plan_steps(spec, config.plan, train, KeptBins(spec, config.plan, train, cache_directory()))
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
@@ -239,7 +238,7 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
-    if config.spec.quantised == "mxfp4" and not model.in_mxfp4:
+    if config.spec.quantised == "mxfp4" and model.read_as != "mxfp4":
         raise would_be_rounded(config.spec.model.uri)
     trainable = trainable_of(config)
     sizes = {name: parameter.numel() for name, parameter in huggingface.named_parameters()}

@@ -19,6 +19,7 @@ from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.parity.runs import manifest as job
 from tests.parity.runs import resolve
 from tests.unit.checkpoint.boxed import whole
+from tests.unit.trainer.test_models import save_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -92,6 +93,18 @@ def test_an_export_names_no_code_that_it_does_not_have(tmp_path: Path, source: P
 
     # Then its export is what it is without
     assert written() == without
+
+
+@pytest.mark.parametrize(("kind", "named"), [("exaone", "ExaoneForCausalLM"), ("llama", "LlamaForCausalLM")])
+def test_a_type_without_a_class_of_its_own_keeps_that_which_servers_know(tmp_path: Path, kind: str, named: str) -> None:
+    save_model(kind, tmp_path)
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    config = {**json.loads((tmp_path / "config.json").read_bytes()), "architectures": ["ExaoneForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    files = companions(build_on_meta(tmp_path), tmp_path, load_tokenizer(tmp_path), CARD)
+
+    assert json.loads(files["config.json"])["architectures"] == [named]
 
 
 def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) -> None:

@@ -12,40 +12,81 @@ from safetensors.torch import load_file, save_file
 
 from sft_cli.trained import Trained, measure_trained
 from sft_trainer.boxes import Box, Rectangle
+from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ModelError
 from sft_trainer.export.plan import plan_export
 from sft_trainer.models.causal_lm import CausalLM, build_on_meta
+from sft_trainer.models.digest import base_digest
 from sft_trainer.models.tensors import whole_boxes
-from sft_trainer.models.weights import load_weights, unread_tensors, weights_layout
+from sft_trainer.models.weights import load_weights, unread_tensors, untrained_tensors, weights_layout
+from tests.exports import export, exported
 from tests.parity.runs import manifest, resolve
-from tests.unit.trainer.test_models import save_model, stored_buffers
+from tests.unit.trainer.exporting import checkpoint
+from tests.unit.trainer.test_models import build, save_model, stored_buffers
+from tests.whole_models import change_config, save_whole
 
+pytestmark = pytest.mark.usefixtures("process_group")
+
+FILE = "model.safetensors"
 QUANTISED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+STATIC = {**QUANTISED, "activation_scheme": "static", "weight_block_size": None}
+"""As Mistral publishes: a scale for each tensor."""
+WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "block_structure": None}
+
+
+def compressed(strategy: str, **changed: Any) -> dict[str, Any]:
+    """A quantization_config as llm-compressor writes it, with a scale for each ``strategy``."""
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**WEIGHTS, "strategy": strategy, **changed}}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
 UP = "model.layers.1.mlp.experts.up_proj.weight"
 SIZES = {"hidden_size": 160, "intermediate_size": 300, "moe_intermediate_size": 136}
 """More than a block, and none of them whole ones."""
+ENDS = {
+    "fp8": ("_scale_inv", "activation_scale"),
+    "compressed-tensors": ("_scale", "input_scale"),
+}
+"""How scales of weights are called behind their names, and those of activations in their layers."""
 
 
-def quantise(folder: Path, dtype: torch.dtype = torch.float32, **changed: Any) -> dict[str, torch.Tensor]:
+def in_fp8(value: torch.Tensor, shared: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values (rows, columns) in E4M3, scales in ``dtype`` and what they mean, with a scale for each that is ``shared``:
+    a "block", "row" or "tensor"."""
+    rows, columns = {"block": (128, 128), "row": (1, value.shape[1]), "tensor": tuple(value.shape)}[shared]
+    counts = math.ceil(value.shape[0] / rows), math.ceil(value.shape[1] / columns)
+    values, scales, meant = torch.empty(value.shape, dtype=torch.float8_e4m3fn), torch.empty(counts), value.clone()
+    for row, column in torch.cartesian_prod(*map(torch.arange, counts)).tolist():
+        at = slice(rows * row, rows * row + rows), slice(columns * column, columns * column + columns)
+        scales[row, column] = scale = (value[at].abs().max() / 448).to(dtype).float()
+        values[at] = (value[at] / scale).to(torch.float8_e4m3fn)
+        meant[at] = values[at].float() * scale
+    return values, scales.to(dtype), meant.bfloat16()
+
+
+def _is_of_images(name: str) -> bool:
+    return "visi" in name or "visual" in name
+
+
+def quantise(
+    folder: Path, dtype: torch.dtype = torch.float32, shared: str = "block", fields: dict[str, Any] = QUANTISED
+) -> dict[str, torch.Tensor]:
     """Put the linear layers and experts of the model in ``folder`` in FP8, the rest in bf16; what all of it means."""
     meant, files = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    of_weights, of_activations = ENDS[fields["quant_method"]]
     for name, value in load_file(folder / "model.safetensors").items():
-        if value.ndim != 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):
+        if value.ndim != 2 or ".layers." not in name or name.endswith("mlp.gate.weight") or _is_of_images(name):
             files[name] = meant[name] = value if "correction" in name else value.bfloat16()
             continue
-        blocks = [math.ceil(size / 128) for size in value.shape]
-        scales = torch.empty(blocks)
-        values, meant[name] = torch.empty(value.shape, dtype=torch.float8_e4m3fn), torch.empty(value.shape)
-        for row, column in torch.cartesian_prod(*map(torch.arange, blocks)).tolist():
-            at = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
-            scales[row, column] = scale = (value[at].abs().max() / 448).to(dtype).float()
-            values[at] = (value[at] / scale).to(torch.float8_e4m3fn)
-            meant[name][at] = values[at].float() * scale
-        files |= {name: values, f"{name}_scale_inv": scales.to(dtype)}
-        meant[name] = meant[name].bfloat16()
-    save_file(files, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {**QUANTISED, **changed}}))
+        files[name], scales, meant[name] = in_fp8(value, shared, dtype)
+        if shared == "tensor":
+            scales = scales.view(() if fields["quant_method"] == "fp8" else 1)
+            files[f"{name.removesuffix('weight')}{of_activations}"] = torch.tensor(0.5)
+        files[f"{name}{of_weights}"] = scales
+    if shared == "tensor":
+        files |= {"model.layers.0.self_attn.k_scale": torch.ones(1), "model.layers.0.self_attn.v_scale": torch.ones(1)}
+    save_file(files, folder / "model.safetensors", {"format": "pt"})
+    change_config(folder, quantization_config=fields, dtype="bfloat16")
     return meant
 
 
@@ -55,14 +96,27 @@ def loaded(path: Path) -> CausalLM:
     return model
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("deepseek_v3", torch.float32), ("qwen3", torch.bfloat16)])
-def test_a_model_is_read_as_a_copy_of_it_in_bf16(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shared", "fields"),
+    [
+        ("deepseek_v3", torch.float32, "block", QUANTISED),
+        ("qwen3", torch.bfloat16, "block", QUANTISED),
+        ("ministral3", torch.bfloat16, "tensor", STATIC),
+        ("deepseek_v3", torch.bfloat16, "row", compressed("channel")),
+        ("qwen3", torch.bfloat16, "tensor", compressed("tensor")),
+        ("qwen3", torch.float32, "block", compressed("block", block_structure=[128, 128])),
+    ],
+)
+def test_a_model_is_read_as_a_copy_of_it_in_bf16(
+    tmp_path: Path, kind: str, dtype: torch.dtype, shared: str, fields: dict[str, Any]
+) -> None:
     # Given a model in FP8, and what transformers reads of a copy
     from transformers import AutoModelForCausalLM
 
     save_model(kind, tmp_path / "copy", **SIZES)
     save_model(kind, tmp_path / "model", **SIZES)
-    save_file(quantise(tmp_path / "model", dtype), tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    meant = quantise(tmp_path / "model", dtype, shared, fields)
+    save_file(meant, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype=torch.float32)
 
     model = loaded(tmp_path / "model")
@@ -109,19 +163,97 @@ def test_the_plan_counts_weights_and_not_their_scales(tmp_path: Path) -> None:
     assert measure_trained(spec) == plain
 
 
+def test_scales_of_whole_tensors_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_model("ministral3", tmp_path, **SIZES)
+    quantise(tmp_path, torch.bfloat16, "tensor", STATIC)
+    # On a CPU it has them in bf16
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).named_parameters())
+
+    huggingface: Any = loaded(tmp_path).huggingface
+
+    for name, value in huggingface.named_parameters():
+        assert torch.equal(value, expected[name].float()), name
+
+
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("fields", "words"),
     [
-        ({"weight_block_size": None}, "None with 'dynamic'"),
-        ({"weight_block_size": [64, 64]}, "[64, 64] with 'dynamic'"),
-        ({"activation_scheme": "static"}, "[128, 128] with 'static'"),
+        ({**QUANTISED, "weight_block_size": [64, 64]}, "weight_block_size [64, 64]"),
+        (compressed("block", block_structure=[64, 64]), "block_structure [64, 64]"),
+        (compressed("group", type="int", num_bits=4), "weights of type 'int' in 4 bits"),
+        (compressed("channel", symmetric=False), "weights of type 'float' in 8 bits with zero points"),
+        (compressed("group"), "weights with a scale for each 'group'"),
+        ({**compressed("channel"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config {'format':"),
+        ({**compressed("channel"), "transform_config": {"config_groups": {"u": {}}}}, "transform_config {"),
+        ({**compressed("channel"), "config_groups": None}, "config_groups None"),
     ],
 )
-def test_other_kinds_of_it_are_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+def test_other_kinds_of_it_are_refused(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
     save_model("qwen3", tmp_path, **SIZES)
-    quantise(tmp_path, **changed)
-    with pytest.raises(ModelError, match=rf"is read, and not {re.escape(words)}\) .* not quantised, or remove"):
+    change_config(tmp_path, quantization_config=fields)
+    with pytest.raises(ModelError, match=rf"are read, and not {re.escape(words)}.*\) .* not quantised, or remove"):
         build_on_meta(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "shared", "fields"),
+    [
+        ("mistral3", {"model_type": "ministral3"}, "tensor", STATIC),
+        ("qwen3_vl", {}, "row", compressed("channel")),
+        ("qwen3_5", {}, "block", QUANTISED),
+    ],
+)
+def test_of_a_model_of_images_and_texts_the_export_is_a_whole_one_in_bf16(
+    tmp_path: Path, kind: str, text: dict[str, Any], shared: str, fields: dict[str, Any]
+) -> None:
+    # Given one in FP8, of which a layer of another part is too
+    source, out, store = tmp_path / "model", tmp_path / "out", LocalStore(tmp_path / "store")
+    save_whole(kind, source, hidden_size=160, **text)
+    meant = quantise(source, torch.bfloat16, shared, fields)
+    other = next(name for name in meant if _is_of_images(name) and meant[name].ndim == 2)
+    tensors = load_file(source / FILE)
+    tensors[other], scales, meant[other] = in_fp8(meant[other].float(), shared, torch.bfloat16)
+    tensors[f"{other}{ENDS[fields['quant_method']][0]}"] = scales
+    save_file(tensors, source / FILE, {"format": "pt"})
+
+    # When nothing is trained of it
+    ours = build(source)
+    manifest = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source), source))
+    export(exported(store, manifest, source), LocalStore(out))
+
+    # Then each tensor has what it means, in bf16, and no config says otherwise
+    found = load_file(out / FILE)
+    assert found.keys() == meant.keys()
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in meant.items())
+    assert all(value.dtype == torch.bfloat16 for value in found.values())
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in {**config, **config["text_config"]}
+    assert config["dtype"] == "bfloat16"
+    assert not unread_tensors(build_on_meta(source), source)
+
+
+@pytest.mark.parametrize("shared", ["block", "tensor"])
+def test_experts_that_are_stacked_have_scales_for_each(tmp_path: Path, shared: str) -> None:
+    # As those of Mistral Small 4 are, and of Qwen3-VL, whose matrices are turned too
+    save_whole("qwen3_vl_moe", tmp_path, hidden_size=160, moe_intermediate_size=136)
+    tensors, meant = load_file(tmp_path / FILE), dict[str, torch.Tensor]()
+    names = [name for name in tensors if ".experts." in name]
+    for name in names:
+        parts = zip(*(in_fp8(value, shared, torch.float32) for value in tensors.pop(name)), strict=True)
+        tensors[name], tensors[f"{name}_scale_inv"], meant[name] = (torch.stack(part) for part in parts)
+        tensors[f"{name}_activation_scale"] = torch.ones(len(meant[name]))
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    change_config(tmp_path, quantization_config=QUANTISED)
+
+    model = loaded(tmp_path)
+
+    files = {model.names.hub(box.name, box.shape)[0].name: box for box in whole_boxes(model)}
+    for name in names:
+        assert torch.equal(files[name].read(), meant[name].float().mT), name
+    assert not unread_tensors(build_on_meta(tmp_path), tmp_path)
+    assert not [name for name, _, _ in untrained_tensors(build_on_meta(tmp_path), tmp_path).others if "scale" in name]
 
 
 @pytest.mark.parametrize("what", ["scales of other blocks", "values in bf16", "no scales"])

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from sft_api.memory import CONVOLUTION_COPIES
 from sft_api.sequence_parallel import IN_ORDER, LINEAR_ATTENTION, MAMBA_2, SHORT_CONVOLUTIONS
+from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.models import convolution
 from sft_trainer.models.attention import Boundaries
@@ -19,8 +20,10 @@ from sft_trainer.models.lora import adapted_layers, add_adapters, linear_layers
 from sft_trainer.models.tracking import LiveBytes
 from sft_trainer.optim import build_optimizer
 from tests.architectures import small_config
+from tests.exports import export, exported
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
+from tests.unit.trainer.exporting import checkpoint, goes_on_alike
 from tests.unit.trainer.test_gated_delta import gradients
 from tests.unit.trainer.test_models import build, save_model
 
@@ -147,6 +150,23 @@ def test_so_do_others_than_usual(tmp_path: Path, kind: str, options: dict[str, A
     for name, each in wanted.items():
         gradient = gathered(trained.model.huggingface.get_parameter(name).grad)
         assert (gradient - each).norm() <= 5e-6 * each.norm() + 1e-8 * whole, name
+
+
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "lfm2_moe"])
+def test_a_run_goes_on_from_its_checkpoint_and_transformers_loads_what_is_exported_of_it(
+    tmp_path: Path, kind: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source, store, out = tmp_path / "model", LocalStore(tmp_path / "store"), tmp_path / "out"
+    save_model(kind, source)
+    ours, _ = goes_on_alike(source, store)
+
+    export(exported(store, checkpoint(ours, store), source), LocalStore(out))
+
+    again = dict(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).named_parameters())
+    for name, value in ours.model.huggingface.named_parameters():
+        assert torch.equal(gathered(value), again[name]), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "bamba"])

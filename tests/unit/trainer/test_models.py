@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
+from sft_trainer.preparation import check_vocabulary
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import trainable_of
@@ -350,9 +352,9 @@ def test_missing_boundaries_and_masks_are_refused() -> None:
             {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"},
             "bitnet",
         ),
-        ("llama", {"quant_method": "fp8"}, "fp8"),
+        ("llama", {"quant_method": "fp8", "weight_block_size": [32, 32]}, "fp8"),
         ("llama", {"quant_method": "mxfp4"}, "mxfp4"),
-        ("gpt_oss", {"quant_method": "fp8"}, "fp8"),
+        ("llama", {"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ("gpt_oss", {"quant_method": ["mxfp4"]}, r"\['mxfp4'\]"),
         ("llama", {"load_in_4bit": True}, "None"),
     ],
@@ -402,6 +404,24 @@ def test_random_numbers_are_known_where_a_forward_pass_draws_them(
     before = torch.get_rng_state()
     _output(small)
     assert torch.equal(torch.get_rng_state(), before) != draws
+
+
+def test_a_head_that_computes_more_than_a_product_is_refused(tmp_path: Path) -> None:
+    # Its logits have a scale for each token, which no loss of ours knows
+    save_config("dory", tmp_path)
+    with pytest.raises(ModelError, match="'dory' is not supported: no plain decoder with a linear head"):
+        build_on_meta(tmp_path)
+
+
+def test_tokens_without_an_input_of_each_block_are_refused(tmp_path: Path) -> None:
+    # Given a model of type Gemma 4 whose second table of embeddings has fewer rows than the first
+    save_config("gemma4_text", tmp_path, vocab_size=128, vocab_size_per_layer_input=100)
+    vocabulary = build_on_meta(tmp_path).vocabulary
+    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"last": 127})
+
+    check_vocabulary(tokenizer, [SimpleNamespace(largest_token=99)], vocabulary)  # type: ignore[list-item]
+    with pytest.raises(ModelError, match=r"gives token 100, but the model has embeddings for 100 tokens only"):
+        check_vocabulary(tokenizer, [SimpleNamespace(largest_token=100)], vocabulary)  # type: ignore[list-item]
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:

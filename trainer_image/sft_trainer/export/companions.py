@@ -56,13 +56,17 @@ def companions(
             (folder / _GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
         if adapter_config is None and model.whole is not None:
             config = _with_overrides(_settings(source / EXPORT_CONFIG), model.whole, huggingface.config)
+            if model.read_as:
+                config = _plain(config)
             (folder / EXPORT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
             for name in _OF_PROCESSORS:
                 if (source / name).is_file():
                     (folder / name).write_bytes((source / name).read_bytes())
         elif adapter_config is None:
             huggingface.config.dtype = model.stored_dtype
-            huggingface.config.architectures = [type(huggingface).__name__]
+            # A type that has no class of its own here, as EXAONE 3, has one by its own name for servers.
+            if not huggingface.config.architectures or type(huggingface.config) is type(huggingface).config_class:
+                huggingface.config.architectures = [type(huggingface).__name__]
             huggingface.config.save_pretrained(folder)
         else:
             (folder / EXPORT_ADAPTER_CONFIG).write_text(json.dumps(adapter_config, indent=2) + "\n")
@@ -113,6 +117,13 @@ def _with_overrides(published: dict[str, Any], whole: Whole, trained: Any) -> di
             for older in _OLDER_ROTARY if name == "rope_parameters" else ():
                 config.pop(older, None)
     return {**published, "text_config": config} if isinstance(text, dict) else config
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The ``config`` of a whole model whose files were in FP8, of an export, which is in bf16."""
+    inner = {name: _plain(value) if name == "text_config" else value for name, value in config.items()}
+    kept = {name: value for name, value in inner.items() if name != "quantization_config"}
+    return kept | {name: "bfloat16" for name in ("dtype", "torch_dtype") if name in kept}
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class CausalLM(nn.Module):
         stored_dtype: torch.dtype = torch.float32,
         logits: Logits = PRODUCTS,
         *,
-        in_mxfp4: bool = False,
+        read_as: str = "",
     ) -> None:
         super().__init__()
         self.logits = logits
@@ -65,8 +65,8 @@ class CausalLM(nn.Module):
         self.huggingface = huggingface
         self.stored_dtype = stored_dtype
         """That the model came in, and is exported in; it is trained in another one, or not, whatever this is."""
-        self.in_mxfp4 = in_mxfp4
-        """Whether its files have experts in that, and not in ``stored_dtype``."""
+        self.read_as = read_as
+        """In which way its files may have weights otherwise than plain, "fp8" or "mxfp4"; empty in none."""
         self.whole: Whole | None = None
         """The model that this is the text part of; None of a model of text alone."""
 
@@ -165,6 +165,14 @@ class CausalLM(nn.Module):
         inside = {*self.blocks.parameters()}
         return sorted(named, key=lambda each: each[1] in inside or _INPUTS_OF_BLOCKS not in each[0])
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens for which it has embeddings, in each of its tables: those of inputs of blocks may have fewer."""
+        model: Any = self.huggingface
+        tables = [module for name, module in model.named_modules() if _INPUTS_OF_BLOCKS in name]
+        embeddings = [each for each in tables if isinstance(each, nn.Embedding)]
+        return min(int(each.num_embeddings) for each in (model.get_input_embeddings(), *embeddings))
+
     def module_of_whole(self, name: str) -> str:
         """What the module or parameter ``name`` is called in the model that is published."""
         return name if self.whole is None else self.whole.modules.outside(name)
@@ -194,8 +202,8 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
     if published is None:
-        return _built(config, overrides)
-    _check_is_plain(published, config)
+        return _built(config, overrides, _reading_of(config))
+    read_as = _reading_of(published) or _reading_of(config)
     try:
         whole = build_whole(published)
         config.tie_word_embeddings = is_tied(whole, path)
@@ -204,7 +212,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     except Exception as error:  # packages that are not there, sizes that do not go together
         raise ModelError(f"a model of type {published.model_type!r} cannot be built: {_sentence(error)}") from error
     try:
-        model = _built(config, overrides, published)
+        model = _built(config, overrides, read_as, published)
     except ModelError as error:
         raise ModelError(
             f"of a model of type {published.model_type!r} the text part would be trained, and that is refused: {error}"
@@ -213,21 +221,20 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     return model
 
 
-def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None) -> CausalLM:
-    """The model of text that ``config`` describes; ``published`` is the config of which that is a part, if any."""
+def _built(config: Any, overrides: ConfigOverrides | None, read_as: str, published: Any = None) -> CausalLM:
+    """The model of text that ``config`` describes, whose files may have weights in the way ``read_as``; ``published``
+    is the config of which that is a part, if any."""
     if published is None and config.model_type == llama4.KIND:
         raise ModelError(
             f"a model of type {llama4.KIND!r} by itself is not supported: name the model of images and texts that it "
             "is the text part of, of type 'llama4', whose text part is trained"
         )
-    packed = _read_as(config)
     # Building it in fp32 writes fp32 into the config.
     given = config.dtype if published is None else published.dtype or config.dtype
     stored_dtype = given if given in (torch.bfloat16, torch.float16) else torch.float32
-    if packed:
+    if read_as:
         # What they are read as; an export has plain weights.
         stored_dtype = torch.bfloat16
-        del config.quantization_config
     register()
     try:
         with torch.device("meta"):
@@ -255,7 +262,9 @@ def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None
     if type(model.config) is not type(config) or config.sub_configs:
         raise _of_several_parts(config)
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or not hasattr(model.base_model, "layers"):
+    # The loss is computed with the weight of the head, whatever else one computes with.
+    is_linear = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+    if not is_linear or not hasattr(model.base_model, "layers"):
         raise ModelError(f"a model of type {config.model_type!r} is not supported: no plain decoder with a linear head")
     if not len(model.base_model.layers):
         raise ModelError(
@@ -270,7 +279,7 @@ def _built(config: Any, overrides: ConfigOverrides | None, published: Any = None
     keep_corrections(model)
     if overrides is not None:
         check_dropouts(model, overrides.given)
-    return CausalLM(model, stored_dtype, logits_of(model), in_mxfp4=packed == "mxfp4")
+    return CausalLM(model, stored_dtype, logits_of(model), read_as=read_as)
 
 
 def _of_several_parts(config: Any) -> ModelError:
@@ -290,20 +299,9 @@ def _class_for(config: Any, published: Any) -> Callable[..., Any]:
     return functools.partial(build_of_class, own)
 
 
-def _check_is_plain(published: Any, config: Any) -> None:
-    """Raise ``ModelError`` where ``published``, or ``config`` of its text part, says that files have other weights than
-    plain ones: those that are not trained are carried over into an export as they are, and it has plain ones."""
-    method = _read_as(published) or _read_as(config)
-    if method:
-        raise ModelError(
-            f"a model of type {published.model_type!r}, which has several parts, with a quantization_config "
-            f"(quant_method {method!r}) in its config.json is not supported: name a copy in bf16 in model.uri"
-        )
-
-
-def _read_as(config: Any) -> str:
-    """In which way of those that are read as what they mean the config says that files may have weights; empty where
-    it says nothing.
+def _reading_of(config: Any) -> str:
+    """In which way of those that are read as what they mean ``config`` says that files may have weights; empty where
+    it says nothing. It says nothing then, as the model that is built of it is a plain one.
 
     Raises ``ModelError`` where it says that they are quantised otherwise: other layers compute with those.
     """
@@ -311,23 +309,22 @@ def _read_as(config: Any) -> str:
     if not given:
         return ""
     fields = given if isinstance(given, dict) else vars(given)
-    method = fields.get("quant_method")
+    method, detail = fields.get("quant_method"), ""
+    reading = ""
     if method == "mxfp4" and Names.of(config).packs:
-        return "mxfp4"
-    blocks, scheme, detail = fields.get("weight_block_size"), fields.get("activation_scheme", "dynamic"), ""
-    if method == "fp8":
-        if blocks == [fp8.BLOCK, fp8.BLOCK] and scheme == "dynamic":
-            return "fp8"
-        detail = (
-            f", of which weight_block_size [{fp8.BLOCK}, {fp8.BLOCK}] with activation_scheme 'dynamic' is read, and "
-            f"not {blocks} with {scheme!r}"
+        reading = "mxfp4"
+    elif method in fp8.METHODS:
+        other = fp8.not_read(fields)
+        reading, detail = "" if other else "fp8", f", of which weights in FP8 are read, and not {other}"
+    if not reading:
+        raise ModelError(
+            f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}{detail}) in "
+            "its config.json is not supported: it would be trained as a plain model, which is another one; name a "
+            "checkpoint in model.uri that is not quantised, or remove the field from config.json if the weights "
+            "beside it are plain (bf16, fp16, fp32)"
         )
-    raise ModelError(
-        f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}{detail}) in its "
-        "config.json is not supported: it would be trained as a plain model, which is another one; name a checkpoint "
-        "in model.uri that is not quantised, or remove the field from config.json if the weights beside it are plain "
-        "(bf16, fp16, fp32)"
-    )
+    del config.quantization_config
+    return reading
 
 
 def _sentence(error: Exception) -> str:

@@ -1,9 +1,14 @@
-"""Weights in FP8 with a scale for each block of 128 rows and columns, as DeepSeek V3 is published.
+"""Weights in FP8 as they are published: with a scale for a whole tensor, for each row, or for each block.
 
-Read from files as what they mean: a value in E4M3 times the scale of its block, in fp32, rounded to bf16. Those are the
-numbers of a copy in bf16 that is made with the program which DeepSeek publishes beside its weights.
+Ministral 3 and Devstral 2 have one scale for a tensor, files of compressed-tensors mostly one for a row, DeepSeek V3
+and Qwen one for each block of 128 rows and columns. Read from files as what they mean: a value in E4M3 times its scale,
+in fp32, rounded to bf16. Those are the numbers that transformers has of them in bf16, and of a copy that is made with
+the program which DeepSeek publishes beside its weights. Scales of activations and of caches say how a server computes,
+and are not read.
 """
 
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,34 +16,91 @@ import torch
 from sft_trainer.errors import ModelError
 
 BLOCK = 128
-"""Rows, and columns, that share a scale; the last block of either may have fewer."""
-SCALES = "_scale_inv"
-"""How the name of the scales ends, behind that of their weight."""
+"""Rows, and columns, that share a scale where blocks do; the last block of either may have fewer."""
+METHODS = ("fp8", "compressed-tensors")
+"""What ``quant_method`` calls those that such files are published by."""
 DTYPE = "FP8"
 """What such a weight is stored as."""
-_VALUES = "F8_E4M3"
+VALUES = "F8_E4M3"
+"""What safetensors calls the dtype of its values."""
+_SCALES = ("_scale_inv", "_scale")
+"""How the name of the scales may end, behind that of their weight."""
+_NOT_READ = ("activation_scale", "input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+"""How the names end of what such files have besides, for servers."""
 _OF_SCALES = ("F32", "BF16")
+_STRATEGIES = ("tensor", "channel", "block")
+"""What compressed-tensors calls the ways in which values share a scale that are read."""
+
+
+def not_read(fields: Mapping[str, Any]) -> str:
+    """What of the ``quantization_config`` with these ``fields``, by one of ``METHODS``, is not read; empty for nothing.
+
+    How many values share a scale is seen in files; only that blocks have another size is not, for some shapes.
+    """
+    if fields["quant_method"] == "fp8":
+        return _other_blocks("weight_block_size", fields)
+    for name in ("transform_config", "sparsity_config"):
+        given = _fields_of(fields.get(name))
+        if given.get("config_groups") or given.get("format", "dense") != "dense":
+            return f"{name} {dict(given)}"
+    groups = _fields_of(fields.get("config_groups"))
+    if not groups:
+        return f"config_groups {fields.get('config_groups')!r}"
+    kinds = (_fields_of(_fields_of(group).get("weights")) for group in groups.values())
+    return next(filter(None, map(_other_kind, kinds)), "")
+
+
+def _other_kind(weights: Mapping[str, Any]) -> str:
+    """What of ``weights``, of a group of layers that compressed-tensors describes, is not read; empty for nothing."""
+    if not weights:
+        return ""
+    if (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)) != ("float", 8, True):
+        even = "" if weights.get("symmetric", True) else " with zero points"
+        return f"weights of type {weights.get('type')!r} in {weights.get('num_bits')} bits{even}"
+    if weights.get("strategy") not in _STRATEGIES:
+        return f"weights with a scale for each {weights.get('strategy')!r}"
+    return _other_blocks("block_structure", weights)
+
+
+def _other_blocks(name: str, fields: Mapping[str, Any]) -> str:
+    return "" if fields.get(name) in (None, [BLOCK, BLOCK]) else f"{name} {fields[name]!r}"
+
+
+def _fields_of(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else {}
+
+
+def with_scales(name: str, files: Collection[str]) -> tuple[str, ...]:
+    """Names of the tensors that ``files`` have of the tensor ``name``: its own, and that of its scales if any."""
+    return name, *[scales for ending in _SCALES if (scales := f"{name}{ending}") in files][:1]
+
+
+def is_not_read(name: str) -> bool:
+    """Whether the tensor ``name`` of files in FP8 is of what they have for servers."""
+    return name.endswith(_NOT_READ)
 
 
 class ScaledSlices:
-    """A matrix in a file as a slice reader of safetensors gives one that is not scaled.
+    """A tensor in a file as a slice reader of safetensors gives one that is not scaled.
 
-    Read are ``values`` (rows, columns) and ``scales`` (blocks of rows, blocks of columns), slice readers. Raises
-    ``ModelError`` where they are not such.
+    Read are ``values`` (rows, columns), or (experts, rows, columns), and ``scales``, slice readers: of one number,
+    (rows, 1), or (blocks of rows, blocks of columns), of experts with as many of these in front. Raises ``ModelError``
+    where they are not such.
     """
 
-    def __init__(self, name: str, values: Any, scales: Any) -> None:
+    def __init__(self, name: str, values: Any, name_of_scales: str, scales: Any) -> None:
         self._shape, shape_of_scales = tuple(values.get_shape()), tuple(scales.get_shape())
         dtype, dtype_of_scales = values.get_dtype(), scales.get_dtype()
-        blocks = tuple(-(-size // BLOCK) for size in self._shape)
-        whole = len(blocks) == 2 and blocks == shape_of_scales
-        if not whole or dtype != _VALUES or dtype_of_scales not in _OF_SCALES:
+        steps = _steps(self._shape, shape_of_scales)
+        if steps is None or dtype != VALUES or dtype_of_scales not in _OF_SCALES:
             raise ModelError(
-                f"{name} of shape {self._shape} ({dtype}) and {name}{SCALES} of shape {shape_of_scales} "
-                f"({dtype_of_scales}) are no weight in FP8: a matrix of {_VALUES} must be, and a scale of "
-                f"{' or '.join(_OF_SCALES)} for each block of {BLOCK} x {BLOCK}; give the model in bf16"
+                f"{name} of shape {self._shape} ({dtype}) and {name_of_scales} of shape {shape_of_scales} "
+                f"({dtype_of_scales}) are no weight in FP8: a matrix of {VALUES} must be, or one for each expert, and "
+                f"of {' or '.join(_OF_SCALES)} one scale, one for each row, or one for each block of {BLOCK} x "
+                f"{BLOCK}; give the model in bf16"
             )
-        self._values, self._scales = values, scales
+        self._values, self._scales, self._steps = values, scales, steps
+        self._one = math.prod(shape_of_scales) == 1
 
     def get_shape(self) -> tuple[int, ...]:
         """Of the weight."""
@@ -48,18 +110,45 @@ class ScaledSlices:
         return DTYPE
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
-        """bf16 values of ``place``, one slice with both ends for each dimension."""
-        rows, columns = place
-        sizes = rows.stop - rows.start, columns.stop - columns.start
-        if 0 in sizes:
-            return torch.empty(sizes, dtype=torch.bfloat16)
-        values: torch.Tensor = self._values[rows, columns].float()
-        scales = self._scales[_blocks(rows), _blocks(columns)].float()
-        for dimension, part in enumerate(place):
-            first = part.start % BLOCK
-            scales = scales.repeat_interleave(BLOCK, dimension).narrow(dimension, first, sizes[dimension])
-        return values.mul_(scales).bfloat16()
+        """bf16 values of ``place``, one slice with both ends for each dimension; one expert is read at a time."""
+        values = torch.empty([part.stop - part.start for part in place], dtype=torch.bfloat16)
+        if not values.numel():
+            return values
+        *experts, rows, columns = place
+        for index, expert in enumerate(range(experts[0].start, experts[0].stop) if experts else (None,)):
+            of_expert = () if expert is None else (slice(expert, expert + 1),)
+            into = values if expert is None else values[index : index + 1]
+            into.copy_(self._scaled((*of_expert, rows, columns)))
+        return values
+
+    def _scaled(self, place: tuple[slice, ...]) -> torch.Tensor:
+        """fp32 values of ``place``, which is not empty."""
+        values: torch.Tensor = self._values[place].float()
+        if self._one:
+            return values.mul_(self._scales[...].float().view(()))
+        shared = (
+            slice(part.start // step, -(-part.stop // step)) for part, step in zip(place, self._steps, strict=True)
+        )
+        scales = self._scales[tuple(shared)].float()
+        for dimension, (part, step) in enumerate(zip(place, self._steps, strict=True)):
+            if scales.shape[dimension] > 1:
+                scales = scales.repeat_interleave(step, dimension)
+                scales = scales.narrow(dimension, part.start % step, part.stop - part.start)
+        return values.mul_(scales)
 
 
-def _blocks(part: slice) -> slice:
-    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+def _steps(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
+    """How many elements of each dimension of a tensor of ``shape`` share one of ``scales``, the shape of these; None
+    where that is not known."""
+    if len(shape) not in (2, 3) or 0 in shape:
+        return None
+    *experts, rows, columns = shape
+    if math.prod(scales) == 1 and len(scales) <= len(shape):
+        return shape
+    known: dict[tuple[int, ...], tuple[int, int]] = {
+        (1, 1): (rows, columns),
+        (rows, 1): (1, columns),
+        (-(-rows // BLOCK), -(-columns // BLOCK)): (BLOCK, BLOCK),
+    }
+    found = known.get(scales[len(experts) :])
+    return None if found is None or list(scales[: len(experts)]) != experts else (*(1 for _ in experts), *found)

@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ _DTYPES = {
     "I32": torch.int32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    fp8.DTYPE: torch.bfloat16,
 }
-"""Those of tensors that are carried over as they are."""
+"""Those of tensors that are carried over as they are, or as what they mean."""
 
 
 def load_weights(
@@ -103,7 +104,8 @@ def _unread(model: CausalLM, files: Mapping[str, Path]) -> list[str]:
     names = model.names
     wanted = {tensor.name for box in whole_boxes(model) for tensor in names.hub(box.name, box.shape)}
     read = {stored for name in wanted for stored in _stored_names(name, names, files)}
-    return sorted(files.keys() - read - {names.stored(name) for name in tied_names(model.huggingface)})
+    left = files.keys() - read - {names.stored(name) for name in tied_names(model.huggingface)}
+    return sorted(name for name in left if model.read_as != "fp8" or not fp8.is_not_read(name))
 
 
 @dataclass(frozen=True)
@@ -120,30 +122,47 @@ def untrained_tensors(model: CausalLM, path: Path) -> Untrained:
     """Those in ``path`` where ``model``, without adapters, is a part of a whole one; of other models none."""
     if model.whole is None:
         return Untrained()
-    files, others = weight_files(path), []
-    for file, names in itertools.groupby(sorted(_unread(model, files), key=lambda name: files[name]), files.get):
-        assert file is not None  # noqa: S101 - they are keys of it
-        with opened(file) as reader:
+    files, scales = weight_files(path), set[str]()
+    others = list[tuple[str, tuple[int, ...], torch.dtype]]()
+    for _, names in itertools.groupby(sorted(_unread(model, files), key=lambda name: files[name]), files.get):
+        with _readers() as reader_of:
             for name in names:
-                stored = slices_of(reader, name, file)
+                stored = _as_meant(name, files, reader_of)
                 dtype = _DTYPES.get(stored.get_dtype())
                 if dtype is None:
                     raise ModelError(
                         f"tensor {name!r} is stored as {stored.get_dtype()}, which cannot be carried over into an "
                         "export: give the model in bf16 or fp32"
                     )
+                if stored.get_dtype() == fp8.DTYPE:
+                    scales.update(fp8.with_scales(name, files)[1:])
                 others.append((name, tuple(stored.get_shape()), dtype))
+    others = [other for other in others if other[0] not in scales]
     tied = (name for name in tied_names(model.huggingface) if model.names.stored(name) in files)
     return Untrained(tuple(sorted(others)), frozenset(tied))
 
 
 def copy_tensors(boxes: Sequence[Box], path: Path) -> None:
-    """Fill ``boxes``, called as tensors in ``path``, with what lies there, whatever it is."""
+    """Fill ``boxes``, called as tensors in ``path``, with what lies there, whatever it is, or what that means."""
     files = weight_files(path)
     for box in boxes:
-        with opened(files[box.name]) as reader:
-            stored = slices_of(reader, box.name, files[box.name])
+        with _readers() as reader_of:
+            stored = _as_meant(box.name, files, reader_of)
             box.write(stored[box.place.within(Rectangle.whole(box.shape))] if box.shape else stored[...])
+
+
+@contextmanager
+def _readers() -> Iterator[Callable[[Path], Any]]:
+    """What gives readers of files, each opened once."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda file: stack.enter_context(opened(file)))
+
+
+def _as_meant(name: str, files: Mapping[str, Path], reader_of: Callable[[Path], Any]) -> Any:
+    """The slice reader of the tensor ``name`` that ``files`` have: of values in FP8 with scales, of what they mean."""
+    slices = [(each, slices_of(reader_of(files[each]), each, files[each])) for each in fp8.with_scales(name, files)]
+    (_, values), *scales = slices
+    return fp8.ScaledSlices(name, values, *scales[0]) if scales and values.get_dtype() == fp8.VALUES else values
 
 
 @dataclass(frozen=True)
@@ -206,8 +225,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
     for name, (first, *_) in stored.items():
         by_file.setdefault(files[first], []).append(name)
     for held_names in by_file.values():
-        with ExitStack() as stack:
-            reader_of = functools.cache(lambda file, stack=stack: stack.enter_context(opened(file)))
+        with _readers() as reader_of:
             for name in held_names:
                 slices = {each: slices_of(reader_of(files[each]), each, files[each]) for each in stored[name]}
                 reader = _weight(name, slices)
@@ -220,18 +238,20 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
 def _stored_names(name: str, names: Names, files: Mapping[str, Path]) -> tuple[str, ...]:
     """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, also with that of its scales, or
     two others where it is packed."""
-    scales = f"{name}{fp8.SCALES}"
-    if name in files and scales in files:
-        return name, scales
+    if name in files:
+        return fp8.with_scales(name, files)
     packed = f"{name}{BLOCKS}", f"{name}{SCALES}"
-    return packed if name not in files and packed[0] in files and names.may_be_packed(name) else (name,)
+    return packed if packed[0] in files and names.may_be_packed(name) else (name,)
 
 
 def _weight(name: str, slices: Mapping[str, Any]) -> Any:
     """The slice reader of the hub tensor ``name``, by those of the tensors that files have of it."""
     if len(slices) == 1:
         return slices[name]
-    return fp8.ScaledSlices(name, *slices.values()) if name in slices else PackedSlices(name, *slices.values())
+    if name not in slices:
+        return PackedSlices(name, *slices.values())
+    (_, values), (name_of_scales, scales) = slices.items()
+    return fp8.ScaledSlices(name, values, name_of_scales, scales)
 
 
 def _upright(name: str, stored: Any, box: Box) -> Any:

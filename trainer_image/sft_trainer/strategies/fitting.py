@@ -44,7 +44,7 @@ def check_fits(
     shape, changing = shape_of(huggingface.config.to_dict()), spec
     if shape is not None:
         # The config of the model that is built says no more how its files are.
-        shape = replace(shape, in_mxfp4=blueprint.in_mxfp4)
+        shape = replace(shape, in_mxfp4=blueprint.read_as == "mxfp4")
     if shape is None and estimate.known:
         # No formula says what would be taken then, and of model.parameters follows a part only, which compares with
         # nothing here: the remedies are told without numbers.
