@@ -37,6 +37,7 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _GEMMA_4_TEXT: dict[str, Any] = {
     **SMALL,
     "num_hidden_layers": 4,
@@ -74,6 +75,25 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
     "mistral3": {
         "text_config": {**SMALL, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
+        "tie_word_embeddings": False,
+    },
+    "mistral4": {
+        "model_type": "mistral3",
+        "text_config": {
+            **SMALL,
+            **_EXPERTS,
+            "model_type": "mistral4",
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.5},
+        },
         "vision_config": {**_VISION, "model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
         "tie_word_embeddings": False,
     },
@@ -156,15 +176,21 @@ _PARTS: dict[str, dict[str, Any]] = {
     },
 }
 KINDS = tuple(_PARTS)
-WHOLE_OF = {"glm4v_moe_text": "glm4v_moe", "llama4_text": "llama4", "qwen3_vl_moe_text": "qwen3_vl_moe"}
-"""Of types of text that are published as a part alone the type of the whole."""
+WHOLE_OF = {
+    "glm4v_moe_text": "glm4v_moe",
+    "llama4_text": "llama4",
+    "mistral4": "mistral4",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
+}
+"""Of types of text that are published as a part alone which of ``KINDS`` is the whole."""
 
 
 def whole_config(kind: str, **text: Any) -> Any:
     """Of a small model; ``text`` are fields of its text part that shall differ."""
     from transformers import AutoConfig
 
-    parts = _PARTS[kind]
+    parts = dict(_PARTS[kind])
+    kind = parts.pop("model_type", kind)
     usual = vars(AutoConfig.for_model(kind))
     name = "image_token_id" if "image_token_id" in usual else "image_token_index"
     return AutoConfig.for_model(kind, **{**parts, name: IMAGE, "text_config": {**parts["text_config"], **text}})

@@ -44,7 +44,7 @@ LATENT_ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "
 FIRST = {"nemotron_h": "up_proj"}
 """The tensor of experts before ``down_proj``, where it is another than usual."""
 NAMES = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), LATENT_ATTENTION),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4"), LATENT_ATTENTION),
     "lfm2_moe": ["in_proj", "q_proj", "k_proj", "v_proj", "out_proj"],
     "granitemoehybrid": ["in_proj", "out_proj", *ATTENTION],
     "nemotron_h": ["in_proj", *ATTENTION],

@@ -44,7 +44,7 @@ KINDS += [
     "qwen3_vl_moe_text",
     "glm4v_moe_text",
 ]
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 BINS = (random_bin(1, 5, 9), random_bin(2, 12), random_bin(3, 3, 4, 6), random_bin(4, 7), random_bin(5, 2, 11))
 EMPTY = BinTensors.of(empty_micro_batch(), counts=False)
 TRAINED = sum(len(bin_.labels) for bin_ in BINS)

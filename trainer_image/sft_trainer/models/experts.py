@@ -46,6 +46,7 @@ PROVEN = (
     "llama4_text",
     "mellum",
     "minimax_m2",
+    "mistral4",
     "mixtral",
     "nemotron_h",
     "olmoe",
