@@ -65,7 +65,7 @@ def in_fp8(value: torch.Tensor, shared: str, dtype: torch.dtype) -> tuple[torch.
 
 
 def _is_of_images(name: str) -> bool:
-    return "visi" in name or "visual" in name
+    return "vision" in name or "visual" in name
 
 
 def quantise(

@@ -25,7 +25,7 @@ VALUES = "F8_E4M3"
 """What safetensors calls the dtype of its values."""
 _SCALES = ("_scale_inv", "_scale")
 """How the name of the scales may end, behind that of their weight."""
-_NOT_READ = ("activation_scale", "input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+_NOT_READ = ("activation_scale", ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 """How the names end of what such files have besides, for servers."""
 _OF_SCALES = ("F32", "BF16")
 _STRATEGIES = ("tensor", "channel", "block")
@@ -126,11 +126,9 @@ class ScaledSlices:
         values: torch.Tensor = self._values[place].float()
         if self._one:
             return values.mul_(self._scales[...].float().view(()))
-        shared = (
-            slice(part.start // step, -(-part.stop // step)) for part, step in zip(place, self._steps, strict=True)
-        )
-        scales = self._scales[tuple(shared)].float()
-        for dimension, (part, step) in enumerate(zip(place, self._steps, strict=True)):
+        parts = [*zip(place, self._steps, strict=True)]
+        scales = self._scales[tuple(slice(part.start // step, -(-part.stop // step)) for part, step in parts)].float()
+        for dimension, (part, step) in enumerate(parts):
             if scales.shape[dimension] > 1:
                 scales = scales.repeat_interleave(step, dimension)
                 scales = scales.narrow(dimension, part.start % step, part.stop - part.start)

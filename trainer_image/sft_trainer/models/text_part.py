@@ -160,9 +160,8 @@ def _check_same(whole: Any, text: Any, modules: Place, logits: Logits) -> None:
         whole.set_submodule(modules.head[1], inside.get_output_embeddings())
         whole.config.text_config = inside.config
         ids = _ordinary_tokens(whole.config, small.config.vocab_size)
-        given = of_texts(whole)(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[
-            0
-        ]
+        attended = torch.ones_like(ids)[None]
+        given = of_texts(whole)(input_ids=ids[None], attention_mask=attended, use_cache=False).logits[0]
         hidden = small.base_model(
             input_ids=ids[None],
             position_ids=torch.arange(_TOKENS)[None],
