@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from .model_shape import ModelShape, shape_of
+from .model_config import shape_of
+from .model_shape import ModelShape
 
 _FIELDS = (
     "model_type",

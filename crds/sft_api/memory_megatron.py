@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from .block_memory import BYTES, BlockMemory
 from .megatron import layers_of, model_problem
-from .memory import BYTES, CHUNK_ELEMENTS, CONTEXT_BYTES, GROUP_BYTES, MOMENTS, BlockMemory, MemoryEstimate
+from .memory import CHUNK_ELEMENTS, CONTEXT_BYTES, GROUP_BYTES, MOMENTS, MemoryEstimate
 from .memory import micro_batch_tokens as whole_tokens
 from .model_shape import ModelShape
 from .sequence_parallel import key_repeats

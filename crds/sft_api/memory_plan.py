@@ -7,6 +7,7 @@ from typing import Any
 
 from .adapters import AdapterError, adapted, hint_on_experts, no_such_module, within
 from .batch import with_batch_of
+from .block_memory import knows_compiled
 from .families import UNCOMPILED_EXPERTS
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
@@ -19,7 +20,6 @@ from .memory import (
     estimate,
     estimate_states,
     keeps_whole_gradients,
-    knows_compiled,
     offloaded_bytes,
     offloads,
     reshards,

@@ -4,16 +4,8 @@ from bisect import bisect_right
 from itertools import product
 from math import ceil, inf
 
-from .memory import (
-    BYTES,
-    computes_with_copies,
-    estimate,
-    gathered_bytes,
-    micro_batch_tokens,
-    offloads,
-    sizes_of,
-    sums_in_bf16,
-)
+from .block_memory import BYTES
+from .memory import computes_with_copies, estimate, gathered_bytes, micro_batch_tokens, offloads, sizes_of, sums_in_bf16
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of

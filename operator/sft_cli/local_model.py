@@ -10,7 +10,8 @@ from sft_api.known_models import known_shape
 from sft_api.layers import linear_of
 from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
-from sft_api.model_shape import LARGEST_SIZE, ModelShape, of_text, shape_of, uncounted, wrong_sizes
+from sft_api.model_config import LARGEST_SIZE, of_text, shape_of, uncounted, wrong_sizes
+from sft_api.model_shape import ModelShape
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
 from sft_api.sequence_parallel import layers_problem

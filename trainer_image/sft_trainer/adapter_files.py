@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sft_api.layers import linear_of
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.peft_files import FIELD, AdapterFilesError, PeftFiles
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from sft_api.block_memory import block_memory, knows_compiled
 from sft_api.layers import adapted_of
-from sft_api.memory import block_memory, knows_compiled
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_trainer.models import compiling
 from sft_trainer.models.attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from sft_trainer.models.documents_told import keep_documents_apart

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sft_api.memory_megatron import estimate_stage, layer_memory
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.plan import make_plan
 from tests.integration.checkpoint import ranks
 from tests.megatron.memory import config_of, layers, steps

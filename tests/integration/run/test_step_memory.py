@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sft_api.known_models import known_configs
 from sft_api.memory import PACKED_AT_ONCE, MemoryEstimate, estimate, sizes_of
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer import eight_bits, loss, rounded_adamw
 from sft_trainer.data.feed import BinTensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_trainer.models import packed_rows
 from tests.unit.trainer.test_block_memory import TOKENS, both, model_of
 

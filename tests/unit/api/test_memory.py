@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
+from sft_api.block_memory import NOTHING, BlockMemory, block_memory
 from sft_api.families import FAMILIES
 from sft_api.known_models import known_configs, known_shape
 from sft_api.layers import adapted_of
 from sft_api.memory import (
-    NOTHING,
-    BlockMemory,
     MemoryEstimate,
     Sizes,
-    block_memory,
     estimate,
     estimate_of,
     estimate_states,
@@ -22,7 +20,8 @@ from sft_api.memory import (
     sizes_of,
     staging_bytes,
 )
-from sft_api.model_shape import ModelShape, shape_of, uncounted
+from sft_api.model_config import shape_of, uncounted
+from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
 from tests.unit.cli.jobs import job
 

@@ -16,7 +16,7 @@ from sft_api.memory_plan import (
     sentences,
     staging_warning,
 )
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec
 from tests.unit.cli.jobs import job

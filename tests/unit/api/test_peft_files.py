@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sft_api.layers import linear_of
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.numbers import Numbers
 from sft_api.peft_files import AdapterFilesError, PeftFiles, plain_name
 from sft_api.v1alpha1 import LoraSpec, SFTJobSpec

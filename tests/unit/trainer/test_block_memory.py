@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.block_memory import NOTHING, BlockMemory, block_memory
 from sft_api.layers import adapted_of, linear_of, packed_of, some_parameters, trained_in_rows_of
-from sft_api.memory import MOMENT_BLOCK, NOTHING, BlockMemory, block_memory
-from sft_api.model_shape import ModelShape, shape_of
+from sft_api.memory import MOMENT_BLOCK
+from sft_api.model_config import shape_of
+from sft_api.model_shape import ModelShape
 from sft_trainer.models import convolution, gated_delta, quantised, state_space, tracking
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.attention import IMPLEMENTATION, register

@@ -14,7 +14,7 @@ import torch
 
 from sft_api.memory import Sizes, estimate, sizes_of
 from sft_api.memory_plan import staging
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from sft_api.checkpoints import RunState
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.v1alpha1 import LoraSpec
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_cli.trained import Trained, measure_trained

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sft_api.memory import LOW_RANK
+from sft_api.block_memory import LOW_RANK
 from sft_trainer.versions import GROUPED_PRODUCTS, attention_kernels, dropout_of
 
 from .causal_lm import CausalLM

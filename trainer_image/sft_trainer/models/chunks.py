@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from sft_api.memory import RULE_CHUNK
+from sft_api.block_memory import RULE_CHUNK
 
 CHUNK = RULE_CHUNK
 """Tokens of one, as transformers and flash-linear-attention have it for the gated delta rule."""

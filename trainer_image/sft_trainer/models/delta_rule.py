@@ -15,7 +15,7 @@ import torch
 from torch import library
 from torch.nn.functional import pad
 
-from sft_api.memory import RULE_AT_ONCE, rule_bytes
+from sft_api.block_memory import RULE_AT_ONCE, rule_bytes
 from sft_api.model_shape import GatedDelta
 
 from .chunks import CHUNK, Chunks, Decays, exact, in_a_row, in_chunks, of_decay

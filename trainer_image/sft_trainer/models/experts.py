@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softmax
 
-from sft_api.memory import ROW_MULTIPLE
+from sft_api.block_memory import ROW_MULTIPLE
 from sft_trainer.errors import ConfigError, ModelError
 
 from . import grouped_experts, llama4

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from sft_api.adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, refused_by_peft
-from sft_api.memory import ROW_MULTIPLE
+from sft_api.block_memory import ROW_MULTIPLE
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_trainer.boxes import Box
 from sft_trainer.errors import ConfigError

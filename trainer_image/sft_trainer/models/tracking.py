@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sft_api.memory import NOTHING, BlockMemory
+from sft_api.block_memory import NOTHING, BlockMemory
 from sft_trainer.versions import fake_tensors, tensors_in, watching_operators
 
 from .attention import Boundaries, boundary_arguments, filled_up, goes_by_blocks

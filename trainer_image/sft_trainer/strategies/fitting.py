@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft_api.memory import MemoryEstimate, knows_compiled
+from sft_api.block_memory import knows_compiled
+from sft_api.memory import MemoryEstimate
 from sft_api.memory_plan import gibibytes, parts_in_words, sentences
-from sft_api.model_shape import shape_of
+from sft_api.model_config import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import CausalLM

@@ -4,16 +4,9 @@ from typing import Any
 
 import torch
 
-from sft_api.memory import (
-    MemoryEstimate,
-    Sizes,
-    estimate,
-    estimate_of,
-    knows_compiled,
-    largest_block,
-    micro_batch_tokens,
-)
-from sft_api.model_shape import shape_of
+from sft_api.block_memory import knows_compiled
+from sft_api.memory import MemoryEstimate, Sizes, estimate, estimate_of, largest_block, micro_batch_tokens
+from sft_api.model_config import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.activations import checkpoint_activations
 from sft_trainer.models.causal_lm import CausalLM

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from sft_api.memory import BYTES, computes_with_copies, gathers_base, holds_copies, offloads, reshards
+from sft_api.block_memory import BYTES
+from sft_api.memory import computes_with_copies, gathers_base, holds_copies, offloads, reshards
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError
 from sft_trainer.loss import Objective
