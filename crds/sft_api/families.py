@@ -24,8 +24,17 @@ class Family:
     """Where the config says whether there is one; empty where there always is."""
     query_key_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Their names."""
-    norms: Literal["before", "after", "both", "around"] = "before"
-    """Where the norms of a block stand: before attention and MLP, after them, or both, by two sets of names."""
+    norms: Literal["before", "after", "both", "around", "one"] = "before"
+    """Where the norms of a block stand: before attention and MLP, after them, or both, by two sets of names; or one
+    before all that there is."""
+    handing: bool = False
+    """Whether blocks hand keys and values on to later ones, and some have an input of their own (Gemma 4)."""
+    centred: bool = False
+    """Whether a norm takes the mean away, in fp32."""
+    names: tuple[tuple[str, str], ...] = ()
+    """What modules of a block are called here, where others than most: what most call them, and the type itself."""
+    embeddings: str = "embed_tokens"
+    last_norm: str = "norm"
     norms_in_fp32: bool = False
     """Whether the weight of a norm is multiplied in fp32, before the result is rounded."""
     fused: Literal["", "mlp", "all"] = ""
@@ -36,17 +45,41 @@ class Family:
     """Whether queries and keys come from narrow ones (DeepSeek-AI 2024, arXiv 2405.04434)."""
     delta: Literal["", "apart", "together"] = ""
     """Whether some blocks have a gated delta net for attention, and its projections are apart, or two together."""
+    mixers: Literal["", "states", "states beside", "states alone", "convolutions"] = ""
+    """What some blocks have: a layer of Mamba 2 in place of attention, or beside it, or each block either of these or
+    an MLP; or a short convolution."""
+    states_fields: tuple[str, ...] = (
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv"),
+    )
+    """Where the config says of layers of Mamba 2 how many heads and groups there are, how large a head and its state
+    are, and how many tokens the convolution sees."""
+    states_bias_field: str = "mamba_conv_bias"
+    """Where it says whether that has biases."""
+    states_normed: bool = True
+    """Whether what comes out of them is normed; else computed in fp32, as what goes in is scaled in that."""
+    ungated: bool = False
+    """Whether MLPs, and experts, have no gate."""
+    dropout_field: str = ""
+    """Where the config says what share of what attention and MLP give is dropped in training."""
     tied: bool = False
     """Whether embedding and head are one, where the config does not say."""
-    scaled: bool = False
-    """Whether logits are multiplied by a number that the config says (``logits_scaling``)."""
+    scaled: str = ""
+    """Where the config says by what number logits are multiplied; empty where they are by none."""
+    capped: str = ""
+    """Where it says how far scores of attention go, which tanh bends; empty where they are not."""
     head_size: int | None = None
     """Where the config does not say; hidden size / heads when None."""
     mixture: bool = False
     """Whether a block has experts in place of one MLP."""
     dense: Literal["", "first", "listed", "between"] = ""
     """How the config says that some blocks have one MLP all the same: the first ones, by lists, or by an interval."""
-    expert_size: Literal["intermediate_size", "moe_intermediate_size"] = "intermediate_size"
+    dense_size: str = "intermediate_size"
+    """Where it says how wide that is."""
+    first_dense: str = "first_k_dense_replace"
+    """Where it says how many are first."""
+    without_experts: str = ""
+    """Where it says how wide the MLP of a block is in a model that has no expert; empty where there is none such."""
+    expert_size: str = "intermediate_size"
     """Where it says how wide the MLP of each is."""
     shared: str = ""
     """The module of an expert that all tokens go to, beside the others; empty where there is none."""
@@ -62,15 +95,17 @@ class Family:
     """Whether transformers knows a load-balancing loss of such experts."""
     biased: bool = False
     """Whether experts and routers have biases, and attention where the config does not say otherwise."""
+    turned: bool = False
+    """Whether weights of experts are inputs by outputs."""
     sinks: bool = False
     """Whether attention has a number for each head besides."""
-    unsaid: tuple[tuple[str, int], ...] = ()
+    unsaid: tuple[tuple[str, float], ...] = ()
     """Sizes of a config that does not say them, where every other one of the type's does."""
 
     @property
     def compiled(self) -> bool:
         """Whether it is known what its blocks keep where they are compiled."""
-        return not (self.mixture or self.latent)
+        return not (self.mixture or self.latent or self.mixers or self.centred or self.handing)
 
 
 _LLAMA = Family()
@@ -91,6 +126,44 @@ _ROUTED: dict[str, Any] = {
 }
 """As DeepSeek's routers and experts are, which others took over."""
 _WIDE_SHARED: dict[str, Any] = {"shared": "shared_expert", "shared_field": "shared_expert_intermediate_size"}
+_COHERE = Family(
+    norms="one", centred=True, norms_in_fp32=True, tied=True, scaled="logit_scale", unsaid=(("logit_scale", 0.0625),)
+)
+_FEED_FORWARD = (("mlp", "feed_forward"),)
+_STATES_UNSAID = (("mamba_d_conv", 4), ("mamba_n_groups", 1), ("mamba_conv_bias", 1))
+_CONVOLUTIONS: dict[str, Any] = {
+    "query_key_norm": "head",
+    "query_key_norms": ("q_layernorm", "k_layernorm"),
+    "mixers": "convolutions",
+    "tied": True,
+    "last_norm": "embedding_norm",
+    "names": (
+        ("input_layernorm", "operator_norm"),
+        ("post_attention_layernorm", "ffn_norm"),
+        ("self_attn.o_proj", "self_attn.out_proj"),
+        *(("mlp.gate_proj", "feed_forward.w1"), ("mlp.up_proj", "feed_forward.w3")),
+        *(("mlp.experts", "feed_forward.experts"), ("mlp.down_proj", "feed_forward.w2"), ("mlp", "feed_forward")),
+    ),
+    "unsaid": (("conv_L_cache", 3),),
+}
+
+
+def _of_granite(mlp: str) -> tuple[tuple[str, str], ...]:
+    """What Granite 4 calls the layers of the MLP that all tokens go to, with experts beside it or not."""
+    return (f"{mlp}.gate_up_proj", "shared_mlp.input_linear"), (f"{mlp}.down_proj", "shared_mlp.output_linear")
+
+
+_GRANITE_MOE = Family(
+    fused="mlp",
+    mixture=True,
+    scaled="logits_scaling",
+    names=(
+        *_of_granite("mlp.shared"),
+        *_of_granite("mlp"),
+        ("mlp.gate", "block_sparse_moe.router"),
+        ("mlp.experts", "block_sparse_moe.experts"),
+    ),
+)
 _GATED_DELTA_NETS = Family(query_key_norm="head", norms_in_fp32=True, gated=True, delta="apart", head_size=256)
 
 FAMILIES: Mapping[str, Family] = {
@@ -100,12 +173,89 @@ FAMILIES: Mapping[str, Family] = {
     "ministral": _NEVER_BIASED,
     "ministral3": Family(bias_field="", output_bias_field="", head_size=128),
     "cwm": Family(bias_field="", output_bias_field="", head_size=128),
-    "granite": Family(scaled=True),
+    "granite": Family(scaled="logits_scaling"),
+    "iquestcoder": _LLAMA,
+    "seed_oss": Family(
+        attention_bias=True,
+        output_bias_field="attention_out_bias",
+        head_size=128,
+        dropout_field="residual_dropout",
+        unsaid=(("residual_dropout", 0.1),),
+    ),
+    "granite_swa": Family(scaled="logits_scaling", sinks=True, tied=True),
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "gemma2": Family(
+        norms="both",
+        norms_in_fp32=True,
+        tied=True,
+        head_size=256,
+        capped="attn_logit_softcapping",
+        unsaid=(("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)),
+    ),
+    "lfm2": Family(bias_field="", output_bias_field="", **_CONVOLUTIONS),
+    "lfm2_moe": Family(
+        bias_field="",
+        output_bias_field="",
+        mixture=True,
+        dense="first",
+        first_dense="num_dense_layers",
+        expert_size="moe_intermediate_size",
+        balanced=False,
+        **{**_CONVOLUTIONS, "unsaid": (*_CONVOLUTIONS["unsaid"], ("num_dense_layers", 2))},
+    ),
+    "bamba": Family(
+        mixers="states",
+        last_norm="final_layernorm",
+        names=(*_FEED_FORWARD, ("post_attention_layernorm", "pre_ff_layernorm")),
+        unsaid=_STATES_UNSAID,
+    ),
+    "falcon_h1": Family(
+        mixers="states beside",
+        states_normed=False,
+        last_norm="final_layernorm",
+        names=(*_FEED_FORWARD, ("post_attention_layernorm", "pre_ff_layernorm")),
+        scaled="lm_head_multiplier",
+        unsaid=_STATES_UNSAID,
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(_GRANITE_MOE, shared="shared", shared_field="shared_intermediate_size"),
+    "granitemoehybrid": replace(
+        _GRANITE_MOE,
+        mixers="states",
+        shared="shared",
+        shared_field="shared_intermediate_size",
+        without_experts="shared_intermediate_size",
+        unsaid=_STATES_UNSAID,
+    ),
+    "nemotron_h": Family(
+        norms="one",
+        norms_in_fp32=True,
+        mixers="states alone",
+        ungated=True,
+        head_size=128,
+        embeddings="embeddings",
+        last_norm="norm_f",
+        names=(("input_layernorm", "norm"), *((most, "mixer") for most in ("self_attn", "mamba", "mlp"))),
+        states_fields=("mamba_num_heads", "n_groups", "mamba_head_dim", "ssm_state_size", "conv_kernel"),
+        states_bias_field="use_conv_bias",
+        mixture=True,
+        expert_size="moe_intermediate_size",
+        without_experts="intermediate_size",
+        shared="shared_experts",
+        shared_field="moe_shared_expert_intermediate_size",
+        weighed_in_fp32=True,
+        routed_in_fp32=True,
+        balanced=False,
+        unsaid=(("conv_kernel", 4), ("n_groups", 8), ("use_conv_bias", 1)),
+    ),
     "ernie4_5": Family(bias_field="", output_bias_field="", tied=True, head_size=128),
     "qwen2": _QWEN2,
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
-    "gpt_oss": Family(attention_bias=True, norms_in_fp32=True, head_size=64, mixture=True, biased=True, sinks=True),
+    "gpt_oss": Family(
+        attention_bias=True, norms_in_fp32=True, head_size=64, mixture=True, biased=True, turned=True, sinks=True
+    ),
     "mixtral": Family(bias_field="", output_bias_field="", mixture=True, weighed_in_fp32=True),
     "olmoe": Family(query_key_norm="whole", mixture=True),
     "minimax_m2": Family(
@@ -156,6 +306,9 @@ FAMILIES: Mapping[str, Family] = {
         unsaid=(("first_k_dense_replace", 1),),
         **_ROUTED,
     ),
+    "solar_open": Family(head_size=128, **{**_ROUTED, "dense": ""}),
+    "youtu": Family(latent=True, tied=True),
+    "mellum": replace(_QWEN3_MOE, dense="first", head_size=128, unsaid=(("first_k_dense_replace", 0),)),
     "dots1": Family(query_key_norm="head", unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
     "deepseek_v2": Family(latent=True, unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
     "deepseek_v3": Family(latent=True, unsaid=(("first_k_dense_replace", 3),), **_ROUTED),
@@ -186,6 +339,10 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "gemma": Family(norms_in_fp32=True, tied=True, head_size=256),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        Family(query_key_norm="head", norms="both", norms_in_fp32=True, handing=True, tied=True, head_size=256),
+    ),
     "gemma3_text": Family(
         query_key_norm="head",
         norms="both",

@@ -132,6 +132,13 @@ _ROWS: tuple[tuple[tuple[Any, ...], str], ...] = (
         "allenai/OLMo-2-1124-13B allenai/OLMo-2-1124-13B-SFT allenai/OLMo-2-1124-13B-DPO "
         "allenai/OLMo-2-1124-13B-Instruct",
     ),
+    (("gemma2", 2304, 26, 8, 4, 256, 9216, 256000, True), "google/gemma-2-2b google/gemma-2-2b-it"),
+    (("gemma2", 3584, 42, 16, 8, 256, 14336, 256000, True), "google/gemma-2-9b google/gemma-2-9b-it"),
+    (("gemma2", 4608, 46, 32, 16, 128, 36864, 256000, True), "google/gemma-2-27b google/gemma-2-27b-it"),
+    (
+        ("seed_oss", 5120, 64, 80, 8, 128, 27648, 155136, False),
+        "ByteDance-Seed/Seed-OSS-36B-Instruct ByteDance-Seed/Seed-OSS-36B-Base ByteDance-Seed/Seed-OSS-36B-Base-woSyn",
+    ),
     (("gemma3_text", 1152, 26, 4, 1, 256, 6912, 262144, True), "google/gemma-3-1b-pt google/gemma-3-1b-it"),
     (("gemma3_text", 2560, 34, 8, 4, 256, 10240, 262208, True), "google/gemma-3-4b-pt google/gemma-3-4b-it"),
     (("gemma3_text", 3840, 48, 16, 8, 256, 15360, 262208, True), "google/gemma-3-12b-pt google/gemma-3-12b-it"),
@@ -146,6 +153,38 @@ _DELTA = {
 }
 _SHARED = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _ROUTED = {"num_experts_per_tok": 8, "n_shared_experts": 1, "attention_bias": True}
+_CONVOLVED = {"conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
+
+
+def _lfm2(layers: int, *attending: int) -> dict[str, Any]:
+    return {
+        **_CONVOLVED,
+        "layer_types": ["full_attention" if block in attending else "conv" for block in range(layers)],
+    }
+
+
+_SMALL_LFM2 = {**_lfm2(16, 2, 5, 8, 10, 12, 14), "block_auto_adjust_ff_dim": True}
+_GRANITE_4 = {
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_d_conv": 4,
+    "mamba_n_groups": 1,
+    "logits_scaling": 8,
+    "layer_types": ["attention" if block % 10 == 5 else "mamba" for block in range(40)],
+}
+_NEMOTRON = {"ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True}
+_DEEPSEEK_V3 = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+}
 _IN_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
     (
@@ -223,7 +262,83 @@ _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
             "use_qk_norm": True,
         },
         ("glm4_moe", 5120, 92, 96, 8, 128, 12288, 151552, False),
-        "zai-org/GLM-4.5 zai-org/GLM-4.7",
+        "zai-org/GLM-4.5 zai-org/GLM-4.6 zai-org/GLM-4.7",
+    ),
+    (
+        _DEEPSEEK_V3,
+        ("deepseek_v3", 7168, 61, 128, 128, None, 18432, 129280, False),
+        "deepseek-ai/DeepSeek-V3 deepseek-ai/DeepSeek-V3-Base deepseek-ai/DeepSeek-V3-0324 deepseek-ai/DeepSeek-V3.1 "
+        "deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-R1-0528",
+    ),
+    (_SMALL_LFM2, ("lfm2", 1024, 16, 16, 8, None, 6656, 65536, True), "LiquidAI/LFM2-350M"),
+    (_SMALL_LFM2, ("lfm2", 1536, 16, 24, 8, None, 10240, 65536, True), "LiquidAI/LFM2-700M"),
+    (_SMALL_LFM2, ("lfm2", 2048, 16, 32, 8, None, 12288, 65536, True), "LiquidAI/LFM2-1.2B"),
+    (
+        _lfm2(30, 2, 5, 9, 13, 17, 21, 24, 27),
+        ("lfm2", 2048, 30, 32, 8, None, 10752, 65536, True),
+        "LiquidAI/LFM2-2.6B",
+    ),
+    (
+        {
+            **_lfm2(24, 2, 6, 10, 14, 18, 21),
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+        },
+        ("lfm2_moe", 2048, 24, 32, 8, None, 7168, 65536, True),
+        "LiquidAI/LFM2-8B-A1B",
+    ),
+    (
+        {**_GRANITE_4, "mamba_n_heads": 64, "shared_intermediate_size": 8192, "num_local_experts": 0},
+        ("granitemoehybrid", 2048, 40, 32, 8, None, 8192, 100352, True),
+        "ibm-granite/granite-4.0-h-micro ibm-granite/granite-4.0-h-micro-base",
+    ),
+    (
+        {
+            **_GRANITE_4,
+            "mamba_n_heads": 48,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+        },
+        ("granitemoehybrid", 1536, 40, 12, 4, None, 512, 100352, True),
+        "ibm-granite/granite-4.0-h-tiny ibm-granite/granite-4.0-h-tiny-base",
+    ),
+    (
+        {
+            **_GRANITE_4,
+            "mamba_n_heads": 128,
+            "shared_intermediate_size": 1536,
+            "num_local_experts": 72,
+            "num_experts_per_tok": 10,
+        },
+        ("granitemoehybrid", 4096, 40, 32, 8, None, 768, 100352, True),
+        "ibm-granite/granite-4.0-h-small ibm-granite/granite-4.0-h-small-base",
+    ),
+    (
+        {
+            **_NEMOTRON,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 80,
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+        },
+        ("nemotron_h", 4480, 56, 40, 8, 128, 15680, 131072, False),
+        "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+    ),
+    (
+        {
+            **_NEMOTRON,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+        },
+        ("nemotron_h", 2688, 52, 32, 2, 128, 1856, 131072, False),
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16 nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16",
     ),
 )
 """What their configs say besides, and the rest."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from .adapters import ALL_LINEAR, meanings, means_experts, named, named_experts, within
+from .adapters import ALL_LINEAR, meanings, means_experts, named, named_experts, refused_by_peft, within
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
@@ -13,9 +13,17 @@ from .v1alpha1.lora import LoraSpec
 Size = TypeVar("Size", bound=tuple[int, ...])
 Each = TypeVar("Each")
 
-HEAD = "lm_head"
-EMBEDDINGS, _NORM, _BLOCKS = "model.embed_tokens", "model.norm", "model.layers."
+HEAD, _BLOCKS = "lm_head", "model.layers."
 """How the modules are called of the models that are counted here."""
+
+
+def embeddings_of(shape: ModelShape) -> str:
+    """What the embedding of a model is called."""
+    return f"model.{shape.family.embeddings}"
+
+
+def _last_norm(shape: ModelShape) -> str:
+    return f"model.{shape.family.last_norm}"
 
 
 def trained_weights(shape: ModelShape, spec: SFTJobSpec) -> tuple[Sequence[int], int]:
@@ -44,7 +52,7 @@ def trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> in
 def _in_rows_of(shape: ModelShape, names: frozenset[str] | None, multiple: int) -> int:
     """Of the model's own weights, or of those in modules with such ``names``."""
     inside = _of_blocks(shape, lambda kind: kind.in_rows_of(multiple))
-    outside = {} if shape.hidden_size % multiple else _outside(shape) | {_NORM: 0}
+    outside = {} if shape.hidden_size % multiple else _outside(shape) | {_last_norm(shape): 0}
     if names is None:
         return sum(sum(block.values()) for block in inside) + sum(outside.values())
     blocks = sum(_counted(block, names, f"{_BLOCKS}{number}.") for number, block in enumerate(inside))
@@ -78,7 +86,8 @@ def _of_blocks(shape: ModelShape, made: Callable[[ModelShape], Each]) -> list[Ea
 def _outside(shape: ModelShape) -> dict[str, int]:
     """Parameters of the modules outside of blocks."""
     head = 0 if shape.tied else shape.head_parameters
-    return {EMBEDDINGS: shape.head_parameters, _NORM: shape.hidden_size, HEAD: head}
+    usual = {embeddings_of(shape): shape.head_parameters, _last_norm(shape): shape.hidden_size, HEAD: head}
+    return {**usual, **shape.outside}
 
 
 def _counted(modules: Mapping[str, int], names: frozenset[str], prefix: str = "") -> int:
@@ -115,8 +124,9 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
         return [{}] * shape.layers
 
     def of_block(kind: ModelShape) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        everything = tuple(kind.linear) if ALL_LINEAR in lora.target_modules else ()
-        return {**kind.linear, **kind.of_experts}, (*lora.target_modules, *everything)
+        linear = {name: sizes for name, sizes in kind.linear.items() if not refused_by_peft(kind.kind, name)}
+        everything = tuple(linear) if ALL_LINEAR in lora.target_modules else ()
+        return {**linear, **kind.of_experts}, (*lora.target_modules, *everything)
 
     return _layers_of(shape, spec, of_block, tuple(lora.exclude_modules))
 

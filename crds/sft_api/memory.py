@@ -11,7 +11,7 @@ from itertools import zip_longest
 from math import ceil
 
 from .block_memory import BYTES, NOTHING, BlockMemory, block_memory
-from .layers import EMBEDDINGS, HEAD, adapted_of, packed_of, trained_in_rows_of, trained_weights, trains_module
+from .layers import HEAD, adapted_of, embeddings_of, packed_of, trained_in_rows_of, trained_weights, trains_module
 from .model_shape import ModelShape, Transformed
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import Quantised
@@ -122,7 +122,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         root=shape.root_parameters,
         trained_root=trained_root,
         head=shape.head_parameters,
-        trains_head=trains_module(EMBEDDINGS if shape.tied else HEAD, spec),
+        trains_head=trains_module(embeddings_of(shape) if shape.tied else HEAD, spec),
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         in_blocks=trained_in_rows_of(shape, spec, MOMENT_BLOCK),
@@ -158,7 +158,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bo
         (kind, tuple(names), trained >= enough[kind])
         for kind, names, trained in zip(kinds_of_blocks, adapted, weights, strict=True)
     ]
-    if trains_module(EMBEDDINGS, spec):
+    if trains_module(embeddings_of(shape), spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
     sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import AdapterError, adapted, hint_on_experts, no_such_module, within
+from .adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, no_such_module, refused_by_peft, within
 from .batch import with_batch_of
 from .block_memory import knows_compiled
 from .families import UNCOMPILED_EXPERTS
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .layers import EMBEDDINGS, HEAD, names_of_modules, packed_of, some_parameters
+from .layers import HEAD, embeddings_of, names_of_modules, packed_of, some_parameters
 from .megatron import model_problem
 from .memory import (
     EXPORT_BYTES,
@@ -231,7 +231,8 @@ def judge(spec: SFTJobSpec, plan: PlanStatus, *, gpu_memory: int | None = None, 
     shape = shape or known_shape(spec.model.uri)
     if shape and (problem := layers_problem(shape.kind, spec.sequence_parallel)):
         return Fit(refused=problem)
-    if shape and (problem := heads_problem(shape.heads, shape.kv_heads, spec.sequence_parallel, plan.shard_degree)):
+    keys = {kind.kv_heads for kind in shape.distinct} if shape else set[int]()
+    if shape and (problem := heads_problem(shape.heads, keys, spec.sequence_parallel, plan.shard_degree)):
         return Fit(refused=problem)
     if shape and (problem := _experts_problem(spec, shape)):
         return Fit(refused=problem)
@@ -267,12 +268,18 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     if lora is None:
         return ""
     blocks = [*enumerate(shape.blocks)]
-    linear = [f"model.layers.{layer}.{name}" for layer, block in blocks for name in block.linear]
+    linear = [
+        f"model.layers.{layer}.{name}"
+        for layer, block in blocks
+        for name in block.linear
+        if not refused_by_peft(shape.kind, name)
+    ]
     stacked = [f"model.layers.{layer}.{name}" for layer, block in blocks for name in block.of_experts]
     try:
         modules = spec.training.trainable_modules or ()
         adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
+        error = hint_on_peft(error, shape.kind)
         return hint_on_experts(error) if shape.experts else str(error)
     return ""
 
@@ -306,9 +313,10 @@ def _modules_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
                 f"training.trainableModules names {name!r}, and {spec.model.uri} has {shape.layers} layers, from "
                 f"layers.0 to layers.{shape.layers - 1}"
             )
-        if shape.tied and name == HEAD and not within(f"{EMBEDDINGS}.weight", names):
+        embeddings = embeddings_of(shape)
+        if shape.tied and name == HEAD and not within(f"{embeddings}.weight", names):
             return (
-                f"training.trainableModules names {name!r}, which is the same tensor as {EMBEDDINGS} in "
+                f"training.trainableModules names {name!r}, which is the same tensor as {embeddings} in "
                 f"{spec.model.uri}: name that too, or instead"
             )
         if name not in names_of_modules(shape):

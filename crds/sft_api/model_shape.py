@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .families import Family
+
+Each = TypeVar("Each")
 
 Transformed = Literal["", "scaled", "capped"]
 """Logits: the products of hidden states and head as they are, multiplied by a number, or bent by tanh."""
@@ -25,6 +27,7 @@ _NORMS = {
         "post_attention_layernorm",
         "post_mlp_layernorm",
     ),
+    "one": ("input_layernorm",),
 }
 """Names of those of a block that are as wide as the model."""
 
@@ -71,11 +74,42 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A decoder of blocks with a gated MLP: attention, MLP, norms; embedding, last norm and head around them.
+class StateSpace:
+    """Sizes of a layer of Mamba 2."""
 
-    In a mixture of experts each block has several MLPs, and a router that sends every token to some of them. Where
-    blocks differ, ``kinds`` has the shape of a model of each of them, and what is said of a block here is of none.
+    heads: int
+    groups: int
+    """Of heads that share B and C."""
+    head_size: int
+    state_size: int
+    kernel: int
+    """Tokens that its convolution sees."""
+    biased: bool = False
+    """Whether that has biases."""
+
+    @property
+    def values(self) -> int:
+        """Width of all heads together, and of their gate."""
+        return self.heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, B and C."""
+        return self.values + 2 * self.groups * self.state_size
+
+    @property
+    def projected(self) -> int:
+        """Width of what one projection gives: the gate, what goes into the convolution, and steps."""
+        return self.values + self.channels + self.heads
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of blocks with an MLP: attention, MLP, norms; embedding, last norm and head around them.
+
+    In a mixture of experts each block has several MLPs, and a router that sends every token to some of them. Some
+    blocks have another layer in place of attention, or beside it, or one layer only. Where blocks differ, ``kinds`` has
+    the shape of a model of each of them, and what is said of a block here is of none.
     """
 
     family: Family
@@ -85,6 +119,7 @@ class ModelShape:
     kv_heads: int
     head_size: int
     intermediate_size: int
+    """Width of an MLP; 0 in blocks without any."""
     vocabulary: int
     tied: bool
     """Whether embedding and head are one tensor."""
@@ -101,8 +136,28 @@ class ModelShape:
     shared: int = 0
     """Width of the MLP that all tokens go to beside the experts; 0 where there is none."""
     latent: Latent | None = None
+    attends: bool = True
+    """Whether a block has attention."""
     delta: GatedDelta | None = None
     """Of the blocks that have a gated delta net for attention."""
+    states: StateSpace | None = None
+    """Of the blocks that have a layer of Mamba 2."""
+    convolved: int = 0
+    """Tokens that a short convolution sees, of the blocks that have one for attention; 0 in others."""
+    dropped: bool = False
+    """Whether dropout comes behind attention and MLP."""
+    values_are_keys: bool = False
+    """Whether values of attention are what keys are projected from, and not projected themselves."""
+    hands_on: bool = False
+    """Whether later blocks use its keys and values."""
+    reuses: bool = False
+    """Whether a block uses those of an earlier one, and has none itself."""
+    input_width: int = 0
+    """Of the input that each block has of its own, from a second table of embeddings; 0 where there is none."""
+    inputs: int = 0
+    """Rows of that table."""
+    capped: bool = False
+    """Whether the scores of attention are bent by tanh."""
     kinds: tuple["ModelShape", ...] = ()
     """Where blocks differ, a model of each kind of them; empty where all are alike."""
     order: tuple[int, ...] = ()
@@ -141,27 +196,68 @@ class ModelShape:
         """Of each block the one of ``distinct`` that it is of."""
         return [self.kinds[number] for number in self.order] if self.kinds else [self] * self.layers
 
+    def named(self, name: str) -> str:
+        """What the type calls the module of a block that most call ``name``, by which formulas know it."""
+        return next((f"{own}{name[len(most) :]}" for most, own in self.family.names if _is_in(name, most)), name)
+
+    @property
+    def linear_of(self) -> dict[str, frozenset[str]]:
+        """Names of ``linear`` by the part of a block that they are in."""
+        parts = {"mixer": self._mixer, "mlp": self._of_mlp, "input": self._of_input}
+        return {part: frozenset(map(self.named, names)) for part, names in parts.items()}
+
+    def _all_named(self, found: Mapping[str, Each]) -> dict[str, Each]:
+        return {self.named(name): each for name, each in found.items()}
+
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
         """The linear layers of a block by name: (outputs, inputs); experts and routers are none."""
-        width = self.hidden_size
-        if not self.experts:
-            fused = {"mlp.gate_up_proj": (2 * self.intermediate_size, width)} if self.family.fused else None
-            return {**self._attention, **_gated_mlp("mlp", width, self.intermediate_size, fused)}
-        if not self.shared:
-            return self._attention
-        weighed = {f"mlp.{self.family.shared_gate}": (1, width)} if self.family.shared_gate else {}
-        return {**self._attention, **_gated_mlp(f"mlp.{self.family.shared}", width, self.shared), **weighed}
+        return self._all_named({**self._mixer, **self._of_mlp, **self._of_input})
 
     @property
-    def _attention(self) -> dict[str, tuple[int, int]]:
-        width = self.hidden_size
+    def _of_input(self) -> dict[str, tuple[int, int]]:
+        if not self.input_width:
+            return {}
+        gate, back = (self.input_width, self.hidden_size), (self.hidden_size, self.input_width)
+        return {"per_layer_input_gate": gate, "per_layer_projection": back}
+
+    @property
+    def _of_mlp(self) -> dict[str, tuple[int, int]]:
+        if not self.experts:
+            return self._mlp("mlp", self.intermediate_size) if self.intermediate_size else {}
+        if not self.shared:
+            return {}
+        weighed = {f"mlp.{self.family.shared_gate}": (1, self.hidden_size)} if self.family.shared_gate else {}
+        return {**self._mlp(f"mlp.{self.family.shared}", self.shared), **weighed}
+
+    def _mlp(self, module: str, inner: int) -> dict[str, tuple[int, int]]:
+        first = {"gate_proj": inner, "up_proj": inner}
+        if self.family.fused:
+            first = {"gate_up_proj": 2 * inner}
+        elif self.family.ungated:
+            first = {"up_proj": inner}
+        found = {f"{module}.{name}": (outputs, self.hidden_size) for name, outputs in first.items()}
+        return {**found, f"{module}.down_proj": (self.hidden_size, inner)}
+
+    @property
+    def _mixer(self) -> dict[str, tuple[int, int]]:
+        """Of what mixes tokens: attention, or what stands in its place or beside it."""
+        found, width = self._attention if self.attends else {}, self.hidden_size
+        if (states := self.states) is not None:
+            found = {"mamba.in_proj": (states.projected, width), "mamba.out_proj": (width, states.values), **found}
+        if self.convolved:
+            found = {"conv.in_proj": (3 * width, width), "conv.out_proj": (width, width)}
         if (delta := self.delta) is not None:
             sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
             if self.family.delta == "together":
                 sizes = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
-            projected = {f"linear_attn.in_proj_{name}": (outputs, width) for name, outputs in sizes.items()}
-            return {**projected, "linear_attn.out_proj": (width, delta.values)}
+            found = {f"linear_attn.in_proj_{name}": (outputs, width) for name, outputs in sizes.items()}
+            found["linear_attn.out_proj"] = (width, delta.values)
+        return found
+
+    @property
+    def _attention(self) -> dict[str, tuple[int, int]]:
+        width = self.hidden_size
         output = {"self_attn.o_proj": (width, self.attended)}
         if (latent := self.latent) is not None:
             queries = {"q_proj": (self.queries, width)}
@@ -173,12 +269,12 @@ class ModelShape:
             return {f"self_attn.{name}": sizes for name, sizes in {**queries, **keys}.items()} | output
         if self.family.fused == "all":
             return {"self_attn.qkv_proj": (self.queries + 2 * self.keys, width), **output}
-        return {
-            "self_attn.q_proj": (self.queries * (2 if self.family.gated else 1), width),
-            "self_attn.k_proj": (self.keys, width),
-            "self_attn.v_proj": (self.keys, width),
-            **output,
-        }
+        found = {"self_attn.q_proj": (self.queries * (2 if self.family.gated else 1), width)}
+        if not self.reuses:
+            found["self_attn.k_proj"] = (self.keys, width)
+        if not (self.reuses or self.values_are_keys):
+            found["self_attn.v_proj"] = (self.keys, width)
+        return found | output
 
     @property
     def readers(self) -> dict[tuple[str, ...], int]:
@@ -186,28 +282,32 @@ class ModelShape:
 
         What the projection after attention reads is there anyway, where nothing comes between.
         """
-        linear = self.linear
-        first = tuple(name for name, (_, inputs) in self._attention.items() if inputs == self.hidden_size)
-        if self.delta:
-            first = tuple(name for name in first if name != "linear_attn.out_proj")
-            found = {first: self.hidden_size, ("linear_attn.out_proj",): self.delta.values}
-        else:
-            first = tuple(name for name in first if name != "self_attn.o_proj")
-            found = {first: self.hidden_size}
-            narrow = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
-            found |= {(name,): linear[name][1] for name in narrow if name in linear}
-            if self.family.gated or (self.latent and self.attended != self.queries):
-                found[("self_attn.o_proj",)] = self.attended
-        into = tuple(name for name in linear if name.startswith("mlp.") and not name.endswith("down_proj"))
-        found[into] = self.hidden_size
-        return found | {(name,): sizes[1] for name, sizes in linear.items() if name.endswith("down_proj")}
+        return {tuple(map(self.named, names)): numbers for names, numbers in self._readers.items()}
+
+    @property
+    def _readers(self) -> dict[tuple[str, ...], int]:
+        mixer, mlp = self._mixer, self._of_mlp
+        behind = ("linear_attn.out_proj", "mamba.out_proj", "conv.out_proj", "self_attn.o_proj")
+        narrow = ("self_attn.q_b_proj", "self_attn.kv_b_proj")
+        alone = {"mamba.in_proj"} if self.attends else set()
+        first = tuple(name for name in mixer if name not in (*behind, *narrow) and name not in alone)
+        into = tuple(name for name in mlp if not name.endswith("down_proj"))
+        if self.family.norms == "one" and first and into:
+            first, into = first + into, ()
+        found = dict.fromkeys((*((name,) for name in mixer if name in alone), first, into), self.hidden_size)
+        between = self.family.gated or (self.latent and self.attended != self.queries)
+        kept = (*narrow, *behind[:3], *(behind[3:] if between else ()))
+        found |= {(name,): mixer[name][1] for name in kept if name in mixer}
+        found |= {(name,): sizes[1] for name, sizes in mlp.items() if name.endswith("down_proj")}
+        found |= {(name,): inputs for name, (_, inputs) in self._of_input.items()}
+        return {names: numbers for names, numbers in found.items() if names}
 
     @property
     def stacked(self) -> dict[str, tuple[int, int]]:
         """The weights of all experts of a block by name: (rows, of so many weights each)."""
         sizes = self.of_experts.items()
-        if self.family.biased:
-            # As biases are, inputs by outputs.
+        if self.family.turned:
+            # Inputs by outputs.
             return {name: (experts * inputs, outputs) for name, (experts, outputs, inputs) in sizes}
         return {name: (experts * outputs, inputs) for name, (experts, outputs, inputs) in sizes}
 
@@ -216,15 +316,17 @@ class ModelShape:
         """Products with the weights of experts of a block by name: (experts, outputs, inputs)."""
         if not self.experts:
             return {}
-        return {
-            "mlp.experts.gate_up_proj": (self.experts, 2 * self.intermediate_size, self.hidden_size),
+        first, gate = ("up_proj", 1) if self.family.ungated else ("gate_up_proj", 2)
+        found = {
+            f"mlp.experts.{first}": (self.experts, gate * self.intermediate_size, self.hidden_size),
             "mlp.experts.down_proj": (self.experts, self.hidden_size, self.intermediate_size),
         }
+        return self._all_named(found)
 
     @property
     def normed(self) -> Literal["", "head", "whole"]:
         """How queries and keys of a block are, where it has some."""
-        return "" if self.delta else self.family.query_key_norm
+        return self.family.query_key_norm if self.attends else ""
 
     @property
     def norms(self) -> int:
@@ -234,12 +336,13 @@ class ModelShape:
     @property
     def modules(self) -> dict[str, int]:
         """Parameters of each module of a block that has some of its own, by name."""
-        found = {name: outputs * inputs for name, (outputs, inputs) in self.linear.items()}
-        # A gated delta net has none, whatever the config says of attention.
-        if self.attention_bias and not self.delta:
+        layers = {**self._mixer, **self._of_mlp, **self._of_input}
+        found = {name: outputs * inputs for name, (outputs, inputs) in layers.items()}
+        # What stands in the place of attention has none, whatever the config says of that.
+        if self.attention_bias and self.attends:
             for name, (outputs, _) in self._attention.items():
                 found[name] += 0 if name.endswith("o_proj") else outputs
-        if self.output_bias and not self.delta:
+        if self.output_bias and self.attends:
             found["self_attn.o_proj"] += self.hidden_size
         if self.family.sinks:
             found["self_attn"] = self.heads
@@ -247,6 +350,13 @@ class ModelShape:
             found["linear_attn"] = 2 * delta.value_heads
             found["linear_attn.conv1d"] = delta.channels * delta.kernel
             found["linear_attn.norm"] = delta.value_size
+        if (states := self.states) is not None:
+            found["mamba"] = 3 * states.heads
+            found["mamba.conv1d"] = states.channels * (states.kernel + states.biased)
+            if self.family.states_normed:
+                found["mamba.norm"] = states.values
+        if self.convolved:
+            found["conv.conv"] = self.hidden_size * self.convolved
         if self.latent:
             narrow = {"q_a_layernorm": self.latent.queries, "kv_a_layernorm": self.latent.keys}
             found |= {f"self_attn.{name}": size for name, size in narrow.items() if size}
@@ -254,21 +364,26 @@ class ModelShape:
             over_heads = self.family.query_key_norm == "head"
             for name, whole in zip(self.family.query_key_norms, (self.queries, self.keys), strict=True):
                 found[f"self_attn.{name}"] = self.head_size if over_heads else whole
+        if self.reuses:
+            del found[f"self_attn.{self.family.query_key_norms[1]}"]
+        if self.input_width:
+            found["post_per_layer_input_norm"] = self.hidden_size
+        found |= dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
         if self.experts:
-            router = self.hidden_size + (1 if self.family.biased else 0)
-            found["mlp.router" if self.family.biased else "mlp.gate"] = self.experts * router
+            found[self._router] = self.experts * (self.hidden_size + (1 if self.family.biased else 0))
             found["mlp.experts"] = self.experts * self._expert_parameters
-        return found | dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
+        return self._all_named(found)
+
+    @property
+    def _router(self) -> str:
+        return "mlp.router" if self.family.biased else "mlp.gate"
 
     def in_rows_of(self, multiple: int) -> dict[str, int]:
         """What of ``modules`` lies in matrices, biases of experts not among them, whose rows are a ``multiple``."""
-        router = "mlp.router" if self.family.biased else "mlp.gate"
-        matrices = {**self.linear, **self.stacked} | (
-            {router: (self.experts, self.hidden_size)} if self.experts else {}
-        )
+        router = {self.named(self._router): (self.experts, self.hidden_size)} if self.experts else {}
         found: dict[str, int] = {}
-        for name, (rows, columns) in matrices.items():
-            module = "mlp.experts" if name in self.of_experts else name
+        for name, (rows, columns) in {**self.linear, **self.stacked, **router}.items():
+            module = name.rpartition(".")[0] if name in self.of_experts else name
             found[module] = found.get(module, 0) + (0 if columns % multiple else rows * columns)
         return found
 
@@ -280,7 +395,7 @@ class ModelShape:
     @property
     def _expert_parameters(self) -> int:
         biases = 2 * self.intermediate_size + self.hidden_size if self.family.biased else 0
-        return 3 * self.hidden_size * self.intermediate_size + biases
+        return (2 if self.family.ungated else 3) * self.hidden_size * self.intermediate_size + biases
 
     @property
     def active_parameters(self) -> int:
@@ -296,7 +411,20 @@ class ModelShape:
     @property
     def root_parameters(self) -> int:
         """Of all that is in no block: embedding, last norm, head."""
-        return self.head_parameters * (1 if self.tied else 2) + self.hidden_size
+        beside = sum(self.outside.values())
+        return self.head_parameters * (1 if self.tied else 2) + self.hidden_size + beside
+
+    @property
+    def outside(self) -> dict[str, int]:
+        """Parameters of modules beside blocks, embedding, last norm and head: what makes inputs of blocks."""
+        if not self.input_width:
+            return {}
+        every = self.layers * self.input_width
+        return {
+            "model.embed_tokens_per_layer": self.inputs * every,
+            "model.per_layer_model_projection": self.hidden_size * every,
+            "model.per_layer_projection_norm": self.input_width,
+        }
 
     @property
     def parameters(self) -> int:
@@ -305,9 +433,5 @@ class ModelShape:
         return (self.layers * self.block_parameters if blocks is None else blocks) + self.root_parameters
 
 
-def _gated_mlp(
-    module: str, width: int, inner: int, first: Mapping[str, tuple[int, int]] | None = None
-) -> dict[str, tuple[int, int]]:
-    """The linear layers of one, by name: (outputs, inputs); ``first`` are those of another kind before its product."""
-    usual = {f"{module}.gate_proj": (inner, width), f"{module}.up_proj": (inner, width)}
-    return {**(first or usual), f"{module}.down_proj": (width, inner)}
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")

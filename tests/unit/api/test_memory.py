@@ -65,6 +65,9 @@ PUBLISHED = {
     "microsoft/phi-4": 14_659_507_200,
     "allenai/OLMo-2-1124-7B": 7_298_617_344,
     "allenai/OLMo-2-1124-13B": 13_716_198_400,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "google/gemma-2-27b": 27_227_128_320,
     "google/gemma-3-1b-pt": 999_885_952,
     **{
         f"google/gemma-3-{name}-pt": published - _VISION_OF_GEMMA - width * 1152 - 1152
@@ -84,6 +87,18 @@ PUBLISHED = {
     # With a layer for one more token, that has an embedding and a head of its own, and corrections of routers
     "zai-org/GLM-4.5-Air": 110_468_824_832 - 3_616_573_440 - 46 * 128,
     "zai-org/GLM-4.7": 358_337_791_296 - 5_539_962_112 - 90 * 160,
+    "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,
+    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
+    "LiquidAI/LFM2-350M": 354_483_968,
+    "LiquidAI/LFM2-700M": 742_489_344,
+    "LiquidAI/LFM2-1.2B": 1_170_340_608,
+    "LiquidAI/LFM2-2.6B": 2_569_272_320,
+    "LiquidAI/LFM2-8B-A1B": 8_339_929_856,
+    "ibm-granite/granite-4.0-h-micro": 3_191_396_096,
+    "ibm-granite/granite-4.0-h-tiny": 6_939_037_248,
+    "ibm-granite/granite-4.0-h-small": 32_207_337_984,
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": 8_888_227_328,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31_577_940_288 - 23 * 128,
 }
 """Parameters as the hub counts them in the models' files, tied ones once, and those for images and of heads for further
 tokens left out; of gpt-oss as its authors do (20.91B and 116.83B, arXiv 2508.10925), whose files have two values in a
@@ -307,6 +322,21 @@ def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], spars
         ),
         ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval: 0"),
         ("ernie4_5_moe", {"use_bias": True}, "MLPs have biases (use_bias)"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX*-"}, "hybrid_override_pattern: MX*-"),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-"}, "hybrid_override_pattern: M*-"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size: 8"),
+        ("granitemoehybrid", {"layer_types": [["mamba"]] * 4}, "layer_types: [['mamba'], ['mamba']"),
+        ("bamba", {"attn_layer_indices": 2}, "attn_layer_indices: 2"),
+        ("bamba", {"mamba_n_heads": 3, "mamba_n_groups": 2}, "3 heads of Mamba 2"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_rms_norm: True"),
+        ("lfm2", {"conv_bias": True}, "layers have biases (conv_bias)"),
+        (
+            "lfm2",
+            {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": "1"},
+            "block_ffn_dim_multiplier: 1",
+        ),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block: True"),
+        ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: 4"),
     ],
 )
 def test_what_says_its_blocks_in_no_known_way_has_no_shape(model: str, change: dict[str, Any], why: str) -> None:
@@ -316,7 +346,10 @@ def test_what_says_its_blocks_in_no_known_way_has_no_shape(model: str, change: d
     latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
     delta = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 2)
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    config = {"model_type": model, **sizes, **experts, **shared, **latent, **delta}
+    states = dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_num_heads", "mamba_head_dim"), 4)
+    states |= {"n_groups": 2, "ssm_state_size": 4, "hybrid_override_pattern": "ME*-", "shared_intermediate_size": 32}
+    shared["moe_shared_expert_intermediate_size"] = 32
+    config = {"model_type": model, **sizes, **experts, **shared, **latent, **delta, **states}
     assert shape_of(config) is not None
 
     assert shape_of({**config, **change}) is None

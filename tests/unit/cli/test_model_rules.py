@@ -84,7 +84,7 @@ def test_tokens_of_a_model_with_linear_attention_are_not_shared_out(tmp_path: Pa
     [
         ({"mlp_only_layers": 1}, "whose blocks differ in a way that no formula counts (mlp_only_layers: 1)"),
         ({"decoder_sparse_step": 0}, "whose blocks differ in a way that no formula counts (decoder_sparse_step: 0)"),
-        ({"model_type": "gemma2"}, "of whose type 'gemma2' there is no formula"),
+        ({"model_type": "phi"}, "of whose type 'phi' there is no formula"),
     ],
 )
 def test_memory_of_a_model_that_no_formula_counts_is_unknown_here_as_to_the_operator(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from sft_api.block_memory import CONVOLUTION_COPIES
+from sft_api.operator_memory import CONVOLUTION_COPIES
 from sft_api.sequence_parallel import IN_ORDER, LINEAR_ATTENTION, MAMBA_2, SHORT_CONVOLUTIONS
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.errors import ConfigError, ModelError

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from sft_api.block_memory import RULE_CHUNK
+from sft_api.operator_memory import CHUNK_TOKENS
 
-CHUNK = RULE_CHUNK
+CHUNK = CHUNK_TOKENS
 """Tokens of one, as transformers and flash-linear-attention have it for the gated delta rule."""
 
 

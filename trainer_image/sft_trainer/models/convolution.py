@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import library
 
-from sft_api.block_memory import CONVOLUTION_COPIES
+from sft_api.operator_memory import CONVOLUTION_COPIES
 from sft_trainer.errors import ModelError
 from sft_trainer.versions import activated
 

@@ -15,12 +15,12 @@ import torch
 from torch import library
 from torch.nn.functional import pad
 
-from sft_api.block_memory import RULE_AT_ONCE, rule_bytes
 from sft_api.model_shape import GatedDelta
+from sft_api.operator_memory import HEADS_AT_ONCE, rule_bytes
 
 from .chunks import CHUNK, Chunks, Decays, exact, in_a_row, in_chunks, of_decay
 
-_AT_ONCE = RULE_AT_ONCE
+_AT_ONCE = HEADS_AT_ONCE
 """Tokens times heads of values that are computed at a time, where one head of keys has no more."""
 _EPSILON = 1e-6
 """Of the norm of queries and keys, as transformers and flash-linear-attention have it."""

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import library
 
-_SCORES = 2**24
+from sft_api.operator_memory import ROWS_AT_ONCE, SCORES_AT_ONCE, score_bytes
+
+_SCORES = SCORES_AT_ONCE
 """Scores of all heads that are computed at a time, where one row has no more."""
-_ROWS = 256
+_ROWS = ROWS_AT_ONCE
 """The most rows at a time: of short documents most of a larger square would be masked."""
 
 
@@ -40,13 +42,9 @@ def attend_explicitly(
 
 def working_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
     """What the backward pass holds at the most besides tensors of the size of ``query``; see ``attend_explicitly``."""
-    heads, tokens = query.shape[1], query.shape[2]
-    scores = heads * min(_ROWS, tokens) * tokens
-    if scores > _SCORES:
-        scores = max(_SCORES, heads * tokens)
-    exact = _exact(query.dtype).itemsize
-    sums = key.shape[1] * tokens * (key.shape[-1] + value.shape[-1])
-    return scores * (3 * exact + 2 * query.dtype.itemsize) + exact * sums
+    _, heads, tokens, _ = query.shape
+    keys_and_values = key.shape[1] * (key.shape[-1] + value.shape[-1])
+    return score_bytes(heads, keys_and_values, tokens, query.dtype.itemsize, _exact(query.dtype).itemsize, _SCORES)
 
 
 class _Block(NamedTuple):

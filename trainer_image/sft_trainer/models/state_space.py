@@ -15,11 +15,12 @@ import torch
 from torch import library
 from torch.nn.functional import pad, softplus
 
+from sft_api.operator_memory import HEADS_AT_ONCE, scan_bytes
 from sft_trainer.errors import ModelError
 
 from .chunks import CHUNK, Chunks, Decays, exact, in_a_row, in_chunks, of_decay
 
-_AT_ONCE = 2**17
+_AT_ONCE = HEADS_AT_ONCE
 """Tokens times heads that are computed at a time, where one head has no more."""
 
 
@@ -291,16 +292,10 @@ def _scan_backward(
 
 def working_bytes(hidden: torch.Tensor, writing: torch.Tensor) -> int:
     """What the backward pass of the scan holds at the most besides tensors of the sizes of what came in."""
-    first = next(_some_heads(hidden, writing))[1]
-    heads, head, state = first.stop - first.start, hidden.shape[3], writing.shape[3]
-    filled = -(-hidden.shape[1] // CHUNK) * CHUNK
-    # For each token: of a head what is as wide as it, as a chunk, and its part of the two states of a chunk.
-    numbers = heads * (10 * head + 4 * CHUNK + 2 * head * state // CHUNK)
-    # And B and C of a group, their gradients of all groups, and which tokens are of one document.
-    numbers += (6 + 2 * writing.shape[2]) * state + 4 * CHUNK
-    size: int = exact(hidden.dtype).itemsize
-    held: int = filled * numbers * size
-    return held
+    _, tokens, heads, head_size = hidden.shape
+    sizes = Sizes(heads, writing.shape[2], head_size, writing.shape[3])
+    size = exact(hidden.dtype).itemsize
+    return scan_bytes(sizes, tokens, _AT_ONCE) * size // torch.float32.itemsize
 
 
 scan_operator = library.custom_op("sft::state_space_scan", _scan, mutates_args=())
