@@ -280,7 +280,7 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
     if family.mixers == "states alone":
         pattern = config.get(_PATTERN)
         is_pattern = isinstance(pattern, str) and len(pattern) == layers and {*pattern} <= {*_LETTERS}
-        known[_PATTERN] = pattern is None or is_pattern
+        known[_PATTERN] = is_pattern or (pattern is None and any(config.get(name) is not None for name in _LISTS))
         known["moe_latent_size"] = config.get("moe_latent_size") is None
     if family.mixers == "convolutions" and config.get(_ADJUSTED):
         factor = config.get(_FACTOR)

@@ -77,7 +77,7 @@ def test_what_may_not_fit_is_warned_of_and_what_fits_is_told(tmp_path: Path, cap
 
 def test_of_a_model_without_a_formula_remedies_are_told_without_numbers(tmp_path: Path) -> None:
     # Given the number of its parameters, of which nothing follows of what its layers keep
-    save_model("gemma2", tmp_path)
+    save_model("arcee", tmp_path)
     config = resolve(manifest(tmp_path, tmp_path.with_name("store"), model={"parameters": "9B"}))
     blueprint = build_on_meta(tmp_path)
     taken = estimate_blueprint(config, blueprint, trainable_of(config))

@@ -53,7 +53,7 @@ EXPERTS: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {"rank": 3, "alpha": 6}
 MXFP4 = {"quant_method": "mxfp4"}
-UNCOUNTED = ("gemma4", "glm4v_moe", "llama4", "mistral4")
+UNCOUNTED = ("glm4v_moe", "llama4", "mistral4")
 """Of their text parts there is no formula."""
 
 
