@@ -132,11 +132,26 @@ def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int,
 
 
 def linear_of(shape: ModelShape, spec: SFTJobSpec) -> tuple[list[str], list[str]]:
-    """Full names of all linear layers but the head, and of those of them that get adapters."""
-    adapted, linear = adapted_of(shape, spec), _of_blocks(shape, lambda kind: kind.linear)
-    every = [(block, name) for block, names in enumerate(linear) for name in names]
-    full = {(block, name): f"{_BLOCKS}{block}.{name}" for block, name in every}
-    return [*full.values()], [full[block, name] for block, name in every if name in adapted[block]]
+    """Full names of all linear layers but the head that can get adapters, and of those of them that do."""
+    adapted, linear = adapted_of(shape, spec), all_linear(shape)
+    chosen = {f"{_BLOCKS}{block}.{name}" for block, names in enumerate(adapted) for name in names}
+    if (lora := spec.lora) is not None:
+        targets, excluded, trained = lora.target_modules, lora.exclude_modules, spec.training.trainable_modules or ()
+        chosen |= {
+            name
+            for name in linear
+            if not name.startswith(_BLOCKS)
+            and (ALL_LINEAR in targets or named(name, targets))
+            and not (named(name, excluded) or within(f"{name}.weight", trained))
+        }
+    return linear, [name for name in linear if name in chosen]
+
+
+def all_linear(shape: ModelShape) -> list[str]:
+    """Full names of all linear layers but the head that can get adapters, in order."""
+    of_blocks = _of_blocks(shape, lambda kind: [name for name in kind.linear if not refused_by_peft(kind.kind, name)])
+    inside = [f"{_BLOCKS}{block}.{name}" for block, names in enumerate(of_blocks) for name in names]
+    return inside + [name for name in shape.outside if name.endswith("_model_projection")]
 
 
 def packed_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, int]]]:

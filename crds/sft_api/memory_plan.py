@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, no_such_module, refused_by_peft, within
+from .adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, no_such_module, within
 from .batch import with_batch_of
 from .block_memory import knows_compiled
 from .families import UNCOMPILED_EXPERTS
 from .gpus import declared_gpu_memory
 from .known_models import known_shape
-from .layers import HEAD, embeddings_of, names_of_modules, packed_of, some_parameters
+from .layers import HEAD, all_linear, embeddings_of, names_of_modules, packed_of, some_parameters
 from .megatron import model_problem
 from .memory import (
     EXPORT_BYTES,
@@ -268,16 +268,10 @@ def _adapters_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
     if lora is None:
         return ""
     blocks = [*enumerate(shape.blocks)]
-    linear = [
-        f"model.layers.{layer}.{name}"
-        for layer, block in blocks
-        for name in block.linear
-        if not refused_by_peft(shape.kind, name)
-    ]
     stacked = [f"model.layers.{layer}.{name}" for layer, block in blocks for name in block.of_experts]
     try:
         modules = spec.training.trainable_modules or ()
-        adapted([*linear, HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)
+        adapted([*all_linear(shape), HEAD], HEAD, lora.target_modules, lora.exclude_modules, modules, stacked)
     except AdapterError as error:
         error = hint_on_peft(error, shape.kind)
         return hint_on_experts(error) if shape.experts else str(error)
