@@ -39,24 +39,37 @@ def trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> in
 
     The first factor of an adapter has a row of inputs for each of its rank, the second one of its rank for each output.
     """
+    return sum(_trained_in_rows_of(shape, spec, multiple))
+
+
+def trained_in_matrices_of_blocks(shape: ModelShape, spec: SFTJobSpec) -> int:
+    """How many of all weights that ``spec`` trains, adapters among them, lie in matrices of blocks, whatever their
+    rows."""
+    inside, _ = _trained_in_rows_of(shape, spec, 1)
+    return inside
+
+
+def _trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> tuple[int, int]:
+    """In blocks, and outside of them."""
     if spec.trains_all:
         return _in_rows_of(shape, None, multiple)
     names, found = frozenset(spec.training.trainable_modules or ()), 0
     if (lora := spec.lora) is not None:
         adapted = [sizes for block in adapted_of(shape, spec) for sizes in block.values()]
         found = sum(_adapter_in_rows_of(sizes, lora, multiple) for sizes in adapted)
-    return found + (_in_rows_of(shape, names, multiple) if names else 0)
+    inside, outside = _in_rows_of(shape, names, multiple) if names else (0, 0)
+    return found + inside, outside
 
 
 @lru_cache(maxsize=32)
-def _in_rows_of(shape: ModelShape, names: frozenset[str] | None, multiple: int) -> int:
-    """Of the model's own weights, or of those in modules with such ``names``."""
+def _in_rows_of(shape: ModelShape, names: frozenset[str] | None, multiple: int) -> tuple[int, int]:
+    """Of the model's own weights, or of those in modules with such ``names``: in blocks, and outside of them."""
     inside = _of_blocks(shape, lambda kind: kind.in_rows_of(multiple))
     outside = {} if shape.hidden_size % multiple else _outside(shape) | {_last_norm(shape): 0}
     if names is None:
-        return sum(sum(block.values()) for block in inside) + sum(outside.values())
+        return sum(sum(block.values()) for block in inside), sum(outside.values())
     blocks = sum(_counted(block, names, f"{_BLOCKS}{number}.") for number, block in enumerate(inside))
-    return blocks + _counted(outside, names)
+    return blocks, _counted(outside, names)
 
 
 def _adapter_in_rows_of(sizes: tuple[int, ...], lora: LoraSpec, multiple: int) -> int:

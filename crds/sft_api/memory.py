@@ -11,7 +11,16 @@ from itertools import zip_longest
 from math import ceil
 
 from .block_memory import BYTES, NOTHING, BlockMemory, block_memory
-from .layers import HEAD, adapted_of, embeddings_of, packed_of, trained_in_rows_of, trained_weights, trains_module
+from .layers import (
+    HEAD,
+    adapted_of,
+    embeddings_of,
+    packed_of,
+    trained_in_matrices_of_blocks,
+    trained_in_rows_of,
+    trained_weights,
+    trains_module,
+)
 from .model_shape import ModelShape, Transformed
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import Quantised
@@ -92,6 +101,9 @@ class Sizes:
     trained: int
     in_blocks: int
     """Of the trained ones those whose moments may have 8 bits: in matrices with rows of whole blocks."""
+    in_matrices: int
+    """Of the trained ones those of which Muon has a momentum, and no second moment: in matrices of transformer
+    blocks."""
     experts: bool = False
     """Whether tokens are sent to some of the parameters of a block only."""
     logits: Transformed = ""
@@ -100,6 +112,10 @@ class Sizes:
     packed_block: int = 0
     packed_matrix: int = 0
     """Of the largest of these weights, which is unpacked as a whole."""
+
+    def in_smaller(self, spec: SFTJobSpec) -> int:
+        """Of the trained ones those whose moments may take less than those of others, as ``spec`` has them."""
+        return self.in_matrices if spec.training.optimizer.is_muon else self.in_blocks
 
 
 def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
@@ -126,6 +142,7 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         parameters=shape.parameters + sum(adapters),
         trained=sum(trained) + trained_root,
         in_blocks=trained_in_rows_of(shape, spec, MOMENT_BLOCK),
+        in_matrices=trained_in_matrices_of_blocks(shape, spec),
         experts=any(kind.experts for kind in shape.distinct),
         logits=shape.logits,
         packed=sum(packed),
@@ -245,7 +262,7 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     moments = ((root + alone, layers + top, loss), *backward, *((end, 0, 0) for end in ends))
     gathered, activations, logits = max(moments, key=sum)
     return MemoryEstimate(
-        **_states(sizes.trained, sizes.in_blocks, sizes.parameters - sizes.trained, sizes.packed, spec, plan),
+        **_states(sizes.trained, sizes.in_smaller(spec), sizes.parameters - sizes.trained, sizes.packed, spec, plan),
         gathered=ceil(gathered),
         activations=ceil(activations),
         logits=ceil(logits),
@@ -283,21 +300,22 @@ def estimate_states(parameters: int, spec: SFTJobSpec, plan: PlanStatus) -> Memo
     return MemoryEstimate(**states, gathered=None, activations=None, logits=None)
 
 
-def moment_bytes(trained: int, in_blocks: int, spec: SFTJobSpec) -> float:
-    """Of the moments of so many ``trained`` parameters, of which so many are ``in_blocks``."""
-    dtype = spec.training.optimizer.state_dtype
-    if dtype != "int8":
-        return MOMENTS * BYTES[dtype] * trained
-    return MOMENTS * ((1 + 1 / MOMENT_BLOCK) * in_blocks + BYTES["fp32"] * (trained - in_blocks))
+def moment_bytes(trained: int, in_smaller: int, spec: SFTJobSpec) -> float:
+    """Of the moments of so many ``trained`` parameters; those of so many of these are ``in_smaller``."""
+    optimizer = spec.training.optimizer
+    if optimizer.state_dtype == "int8":
+        return MOMENTS * ((1 + 1 / MOMENT_BLOCK) * in_smaller + BYTES["fp32"] * (trained - in_smaller))
+    moments = MOMENTS * trained - (in_smaller if optimizer.is_muon else 0)
+    return BYTES[optimizer.state_dtype] * moments
 
 
-def staging_bytes(trained: int, in_blocks: int, spec: SFTJobSpec) -> int:
+def staging_bytes(trained: int, in_smaller: int, spec: SFTJobSpec) -> int:
     """Host memory of one node that a save in the background takes: weights and moments, which the nodes share out."""
-    copied = _trained_bytes(spec) * trained + moment_bytes(trained, in_blocks, spec)
+    copied = _trained_bytes(spec) * trained + moment_bytes(trained, in_smaller, spec)
     return ceil(copied / spec.compute.nodes) if spec.checkpoint.asynchronous else 0
 
 
-def offloaded_bytes(trained: int, in_blocks: int, frozen: int, spec: SFTJobSpec, packed: int = 0) -> int:
+def offloaded_bytes(trained: int, in_smaller: int, frozen: int, spec: SFTJobSpec, packed: int = 0) -> int:
     """Host memory of one node that ``strategy.fsdp.cpuOffload`` takes: weights, gradients and moments.
 
     Of the ``frozen`` weights so many are ``packed``.
@@ -307,7 +325,7 @@ def offloaded_bytes(trained: int, in_blocks: int, frozen: int, spec: SFTJobSpec,
     processes = spec.compute.processes
     fsdp = spec.strategy.fsdp if spec.strategy else None
     replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
-    held = 2 * _trained_bytes(spec) * trained + moment_bytes(trained, in_blocks, spec)
+    held = 2 * _trained_bytes(spec) * trained + moment_bytes(trained, in_smaller, spec)
     held += _bytes(frozen, packed, _base_bytes(spec, spec.precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
 
@@ -384,7 +402,7 @@ def micro_batch_tokens(spec: SFTJobSpec, plan: PlanStatus) -> int:
 
 
 def _states(
-    trained: int, in_blocks: int, frozen: int, packed: int, spec: SFTJobSpec, plan: PlanStatus
+    trained: int, in_smaller: int, frozen: int, packed: int, spec: SFTJobSpec, plan: PlanStatus
 ) -> dict[str, int]:
     share = ceil(trained / plan.shard_degree)
     # All together, for the sums of a step; replicas and shards, where they are not the same group; shared tokens.
@@ -400,6 +418,6 @@ def _states(
         "parameters": held * share + ceil(base / plan.shard_degree),
         # One process has nobody to sum them with: they are added up where they stay, as they are held.
         "gradients": 4 * trained if plan.processes > 1 and keeps_whole_gradients(plan) else gradients,
-        "optimizer": ceil(moment_bytes(share, ceil(in_blocks / plan.shard_degree), spec)),
+        "optimizer": ceil(moment_bytes(share, ceil(in_smaller / plan.shard_degree), spec)),
         "reserve": reserve,
     }

@@ -154,7 +154,7 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
         return 0
     if shape is not None:
         sizes = sizes_of(shape, spec)
-        return staging_bytes(sizes.trained, sizes.in_blocks, spec)
+        return staging_bytes(sizes.trained, sizes.in_smaller(spec), spec)
     if spec.model.parameters is None or not spec.trains_all:
         return 0
     count = parameter_count(spec.model.parameters)
@@ -166,7 +166,7 @@ def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     if shape is not None:
         sizes = sizes_of(shape, spec)
         frozen = sizes.parameters - sizes.trained
-        return offloaded_bytes(sizes.trained, sizes.in_blocks, frozen, spec, sizes.packed)
+        return offloaded_bytes(sizes.trained, sizes.in_smaller(spec), frozen, spec, sizes.packed)
     if spec.model.parameters is None:
         return 0
     count = parameter_count(spec.model.parameters)
@@ -464,12 +464,15 @@ def _changes(
         yield words, smaller, with_batch_of(smaller, plan)
     if not fsdp:
         return
+    muon = spec.training.optimizer.is_muon
     for dtype in _STATES[_STATES.index(spec.training.optimizer.state_dtype) + 1 :]:
+        if muon and dtype == "int8":
+            continue
         optimizer = spec.training.optimizer.model_copy(update={"state_dtype": dtype})
         yield f"training.optimizer.stateDtype: {dtype}", _with(spec, "training", optimizer=optimizer), plan
     if spec.training.held_dtype == "fp32" and plan.precision == "bf16" and spec.lora is None:
         yield "training.parameterDtype: bf16", _with(spec, "training", parameter_dtype="bf16"), plan
-    if not offloads(spec):
+    if not (offloads(spec) or muon):
         without = ", without reduceGradients" if given.reduce_gradients == "oncePerStep" else ""
         offloaded = StrategySpec(fsdp=given.model_copy(update={"cpu_offload": True, "reduce_gradients": "auto"}))
         yield f"strategy.fsdp.cpuOffload: true{without}", spec.model_copy(update={"strategy": offloaded}), shares

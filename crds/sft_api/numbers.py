@@ -77,8 +77,10 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "training.neftuneNoiseAlpha": 0,
     "training.routerAuxLossCoefficient": 0,
     "training.trainableModules": None,
+    "training.optimizer.type": "adamw",
     "training.optimizer.learningRate": 1e-5,
     "training.optimizer.betas": [0.9, 0.999],
+    "training.optimizer.momentum": 0.95,
     "training.optimizer.eps": 1e-8,
     "training.optimizer.weightDecay": 0.01,
     "training.optimizer.maxGradNorm": 1,
@@ -121,7 +123,7 @@ _INSTEAD = {
     "training.schedule.decayRatio": "training.schedule.decaySteps",
 }
 """What says nothing, whatever it is by default, where the other field is given."""
-_MOMENTS = "training.optimizer.stateDtype"
+_OPTIMIZER, _MOMENTS = "training.optimizer.type", "training.optimizer.stateDtype"
 _MODEL, _SOURCES, _HELD_OUT = "model.uri", "data.train", "data.heldOut.fraction"
 _ORIGIN = "checkpoint.resume.from.uri"
 _FIRST_ADAPTERS = "lora.adapterUri"
@@ -283,6 +285,11 @@ class Numbers:
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @property
+    def optimizer(self) -> str:
+        """Which one it is: adamw or muon."""
+        return str(self.values.get(_OPTIMIZER, _DEFAULTS[_OPTIMIZER]))
+
+    @property
     def moments(self) -> str:
         """What the optimizer's are held in."""
         return str(self.values.get(_MOMENTS, _DEFAULTS[_MOMENTS]))
@@ -290,9 +297,10 @@ class Numbers:
     def has_moments_for(self, other: "Numbers") -> bool:
         """Whether a run with the numbers ``other`` can go on with the moments that one with these has saved.
 
-        Codes of 8 bits are neither made of others nor made others.
+        Codes of 8 bits are neither made of others nor made others; nor is another optimizer's state.
         """
-        return self.moments == other.moments or "int8" not in (self.moments, other.moments)
+        alike = self.moments == other.moments or "int8" not in (self.moments, other.moments)
+        return alike and self.optimizer == other.optimizer
 
     def position_differences(self, other: "Numbers") -> list[str]:
         """``differences`` in what decides which tokens a step sees, and with which random numbers.

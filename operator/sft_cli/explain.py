@@ -9,7 +9,7 @@ from sft_api.report import duration
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
-from sft_api.v1alpha1.workload import DummyRunSpec
+from sft_api.v1alpha1.workload import DummyRunSpec, OptimizerSpec
 
 from .decisions import Decision, Origin, origin_of
 from .trained import Trained
@@ -358,6 +358,7 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             origin_of(training.optimizer, "learning_rate"),
             "training.optimizer.learningRate, at its peak" + ("; 1e-4 with lora when absent" if spec.lora else ""),
         ),
+        *_optimizer(training.optimizer),
         Decision(
             "schedule",
             f"{schedule.type}, {warmup}{decay}",
@@ -373,6 +374,14 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         *_balance(spec),
         Decision("seed", str(training.seed), origin_of(training, "seed"), "training.seed"),
     ]
+
+
+def _optimizer(optimizer: OptimizerSpec) -> list[Decision]:
+    """Where it is not the usual one."""
+    if not optimizer.is_muon:
+        return []
+    value = f"Muon with momentum {optimizer.effective_momentum:g} for matrices of layers, AdamW for all else"
+    return [Decision("optimizer", value, Origin.GIVEN, "training.optimizer.type")]
 
 
 def _compiled(spec: SFTJobSpec, plan: Plan) -> list[Decision]:

@@ -38,13 +38,15 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
         return "" if isinstance(plain_scalar(value), str) else "; leave the quotes out"
     if kind == "literal_error" and isinstance(value, str | int):
         choices = [str(choice) for choice in schema_at(root, location)["enum"]]
+        if _is_in_8_bits(value) and "int8" not in choices:
+            return _did_you_mean(_MOMENTS_IN_8_BITS)
         known = "int8" if _is_in_8_bits(value) else _OTHER_VALUES.get(bare(str(value)))
         return _did_you_mean(known if known in choices else closest(str(value), choices))
     if kind == "list_type":
         return _as_list(value, schema_at(root, location)["items"])
     if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
-        if _is_in_8_bits(value):
-            return _did_you_mean(_MOMENTS_IN_8_BITS)
+        if (meant := _optimizer_meant(value)) is not None:
+            return _did_you_mean(meant)
         fields = schema_at(root, location).get("properties", {})
         return f"; write {{uri: {json.dumps(value)}}}" if "uri" in fields else ""
     return ""
@@ -104,6 +106,8 @@ _OTHER_VALUES = {
     "nll": "crossEntropy",
     "chunkednll": "crossEntropy",
     "ce": "crossEntropy",
+    "adamwtorch": "adamw",
+    "adamwtorchfused": "adamw",
     "cosinewithminlr": "cosine",
     "wsd": "warmupStableDecay",
 }
@@ -116,6 +120,16 @@ _MOMENTS_IN_8_BITS = "spec.training.optimizer.stateDtype: int8"
 def _is_in_8_bits(value: Any) -> bool:
     """Whether ``value`` is what other tools call an AdamW whose moments have 8 bits."""
     return isinstance(value, str) and _ADAMW_IN_8_BITS.fullmatch(bare(value)) is not None
+
+
+_MUON = "spec.training.optimizer.type: muon"
+
+
+def _optimizer_meant(value: Any) -> str | None:
+    """The field, and its value, for what other tools call ``value``, an optimizer; None of any other."""
+    if _is_in_8_bits(value):
+        return _MOMENTS_IN_8_BITS
+    return _MUON if isinstance(value, str) and bare(value) == "muon" else None
 
 
 _PACKED = "lora.basePrecision: nf4"
@@ -142,6 +156,7 @@ _OTHER_NAMES = {
     "completiononlyloss": "data.trainOn",
     "trainoninputs": "data.trainOn",
     "optim": "training.optimizer",
+    "usemuon": "training.optimizer.type: muon",
     "batchsize": "training.globalBatchSize",
     "trainbatchsize": "training.globalBatchSize",
     "perdevicetrainbatchsize": "training.microBatchSize",
@@ -287,8 +302,8 @@ def meant_field(location: tuple[int | str, ...], root: Schema, value: Any = None
 
     A name known from other tools goes before one that looks alike: ``save_steps`` is no way of writing ``steps``.
     """
-    if _is_in_8_bits(value):
-        return _did_you_mean(_MOMENTS_IN_8_BITS)
+    if (meant := _optimizer_meant(value)) is not None:
+        return _did_you_mean(meant)
     *parents, last = location
     name = bare(str(last))
     beside = schema_at(root, tuple(parents)).get("properties", {})

@@ -8,8 +8,9 @@ Python files, computed in bf16. On the CPU; it prints
 - for a step of so many micro-batches: how far its gradients are, as one vector, from those of sums in fp32 (``sums``),
   and from those that are computed in fp32 (``computed``, and with sums in fp32 ``computed_fp32_sums``);
 - for each rate and way of holding weights (``fp32``; ``bf16``, rounded stochastically; ``nearest``, torch's own AdamW
-  on weights in bf16) and moments (fp32, but for ``moments_bf16`` and ``moments_int8``) the loss on held-out Python
-  files, what of the change that fp32 brings that is, and how far weights went.
+  on weights in bf16) and moments (fp32, but for ``moments_bf16`` and ``moments_int8``), and for Muon with all in fp32
+  (``muon``) or bf16, the loss on held-out Python files, what of the change that fp32 brings that is, and how far
+  weights went.
 """
 
 import argparse
@@ -57,6 +58,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "moments_bf16": {"optimizer": {"stateDtype": "bf16"}},
     "moments_int8": {"optimizer": {"stateDtype": "int8"}},
     "nearest": {"parameterDtype": "bf16"},
+    "muon": {"optimizer": {"type": "muon"}},
+    "bf16_muon_bf16": {"parameterDtype": "bf16", "optimizer": {"type": "muon", "stateDtype": "bf16"}},
 }
 
 

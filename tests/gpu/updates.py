@@ -2,12 +2,14 @@
 bits there."""
 
 import timeit
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from sft_api.v1alpha1 import SFTJobSpec
 from sft_trainer.eight_bits import FIRST, SECOND, packed, unpacked
+from sft_trainer.muon import orthogonalise_all
 from sft_trainer.optim import build_optimizer, update
 from sft_trainer.trainable import DTYPES
 from tests.parity.runs import manifest, resolve
@@ -16,13 +18,15 @@ from .figures import Figure
 from .kernels import seconds_of
 
 _WAYS = {
-    # Weights and moments
-    "fp32": ("fp32", "fp32"),
-    "moments_bf16": ("fp32", "bf16"),
-    "moments_int8": ("fp32", "int8"),
-    "bf16": ("bf16", "fp32"),
-    "bf16_moments_bf16": ("bf16", "bf16"),
-    "bf16_moments_int8": ("bf16", "int8"),
+    # Weights and moments, and whose these are
+    "fp32": ("fp32", "fp32", "adamw"),
+    "moments_bf16": ("fp32", "bf16", "adamw"),
+    "moments_int8": ("fp32", "int8", "adamw"),
+    "bf16": ("bf16", "fp32", "adamw"),
+    "bf16_moments_bf16": ("bf16", "bf16", "adamw"),
+    "bf16_moments_int8": ("bf16", "int8", "adamw"),
+    "muon": ("fp32", "fp32", "muon"),
+    "bf16_muon_bf16": ("bf16", "bf16", "muon"),
 }
 _ROWS = {"cuda": 2**14, "cpu": 2**7}
 _COLUMNS = 2**13
@@ -37,8 +41,9 @@ def updates(inputs: Path, device: torch.device) -> dict[str, Figure]:
     """
     _compare(device)
     figures: dict[str, Figure] = {}
-    for name, (weights, states) in _WAYS.items():
-        training = {"precision": "bf16", "parameterDtype": weights, "optimizer": {"stateDtype": states}}
+    for name, (weights, states, kind) in _WAYS.items():
+        optimizer = {"type": kind, "stateDtype": states}
+        training = {"precision": "bf16", "parameterDtype": weights, "optimizer": optimizer}
         spec = resolve(manifest(inputs, inputs.with_name("store"), training=training)).spec
         figures |= {f"update_{name}_{what}": value for what, value in _of(spec, DTYPES[weights], device).items()}
     return figures
@@ -48,7 +53,9 @@ def _of(spec: SFTJobSpec, dtype: torch.dtype, device: torch.device) -> dict[str,
     on_gpu, before = device.type == "cuda", _allocated(device)
     weight = torch.nn.Parameter(torch.randn(_ROWS[device.type], _COLUMNS, device=device, dtype=dtype))
     weight.grad, finite = torch.randn_like(weight), torch.zeros((), device=device)
-    optimizer = build_optimizer([("layers.0.mlp.up_proj.weight", weight)], spec, 1e-5)
+    in_bf16 = partial(orthogonalise_all, dtype=torch.bfloat16)
+    named = [("layers.0.mlp.up_proj.weight", weight)]
+    optimizer = build_optimizer(named, spec, 1e-5, matrices=[weight], orthogonalise=in_bf16)
     slope = weight.grad
 
     def step() -> None:

@@ -89,6 +89,31 @@ RULES = [
         "schedule.cycles is for type cosineWithRestarts alone",
     ),
     Bad(
+        "a momentum of AdamW",
+        "spec.training.optimizer",
+        {"training": "{optimizer: {type: adamw, momentum: 0.9}}"},
+        "optimizer.momentum is for type muon alone: of adamw it is the first of optimizer.betas",
+    ),
+    Bad(
+        "a momentum of nobody",
+        "spec.training.optimizer",
+        {"training": "{optimizer: {momentum: 0.9}}"},
+        "optimizer.momentum is for type muon alone: of adamw it is the first of optimizer.betas",
+    ),
+    Bad(
+        "a momentum in 8 bits",
+        "spec.training.optimizer",
+        {"training": "{optimizer: {type: muon, stateDtype: int8}}"},
+        "optimizer type muon has its momentum in fp32 or bf16: set optimizer.stateDtype to one of these",
+    ),
+    Bad(
+        "matrices orthogonalised by the host",
+        "spec",
+        {"training": "{optimizer: {type: muon}}", "strategy": "{fsdp: {cpuOffload: true}}"},
+        "training.optimizer.type: muon multiplies matrices, and strategy.fsdp.cpuOffload has updates made by the "
+        "host's processors, which would take minutes for each: leave one of them out",
+    ),
+    Bad(
         "a loss of the right token, and of all",
         "spec.training",
         {"training": "{loss: dft, labelSmoothing: 0.1}"},
@@ -545,6 +570,12 @@ RULES = [
         "spec",
         {"strategy": "{megatron: {}}", "training": "{compile: true}"},
         "strategy.megatron knows no training.compile: leave it out, or choose strategy.fsdp",
+    ),
+    Bad(
+        "Muon under Megatron",
+        "spec",
+        {"strategy": "{megatron: {}}", "training": "{optimizer: {type: muon}}"},
+        "strategy.megatron knows no training.optimizer.type: muon; leave it out, or choose strategy.fsdp",
     ),
     Bad(
         "moments in bf16 under Megatron",

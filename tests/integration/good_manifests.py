@@ -180,6 +180,7 @@ EVERY_OTHER_FIELD = manifest(
         "lora": "{useDora: true, targetModules: [q_proj]}",
         "training": "{epochs: 1.5, globalBatchSize: 16, microBatchSize: 4, "
         "schedule: {type: warmupStableDecay, warmupSteps: 5, decaySteps: 5}, loss: dft, labelSmoothing: 0, "
+        "optimizer: {type: muon, momentum: 0.9}, "
         "routerAuxLossCoefficient: 0.001, precision: fp32, evaluation: {everyEpochs: 0.25, earlyStopping: {}}}",
         "checkpoint": "{everyEpochs: 1, keep: {best: 1}}",
     }

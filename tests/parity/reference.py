@@ -5,6 +5,7 @@ without fusion, all in fp32. Only the choice of examples of a step is taken from
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from sft_api.adapters import within
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import LoraSpec
-from sft_api.v1alpha1.workload import TrainingSpec
+from sft_api.v1alpha1.workload import OptimizerSpec, TrainingSpec
 from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.models.experts import has_experts
@@ -136,9 +137,11 @@ def reference_steps(
     objective, options = config.spec.training, config.spec.training.optimizer
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = {name for name, p in named if p.ndim >= 2 and not name.endswith("bias")}
+    by_muon = {name for name in decayed if options.type == "muon" and ".layers." in name}
+    muon = PlainMuon([p for name, p in named if name in by_muon], options)
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for name, p in named if name in decayed], "weight_decay": options.weight_decay},
+            {"params": [p for name, p in named if name in decayed - by_muon], "weight_decay": options.weight_decay},
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ],
         betas=(options.betas[0], options.betas[1]),
@@ -178,9 +181,35 @@ def reference_steps(
         steps.append(ReferenceStep(total, gradients, norm.item(), total_aux))
         for group in optimizer.param_groups:
             group["lr"] = rate
+        muon.step(rate)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
     return steps
+
+
+class PlainMuon:
+    """Muon by its formulas, one matrix at a time: singular values are computed, and what the polynomial that it goes
+    by makes of them in five steps."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], options: OptimizerSpec) -> None:
+        self._averages = {parameter: torch.zeros_like(parameter) for parameter in parameters}
+        self._momentum = 0.95 if options.momentum is None else options.momentum
+        self._decay = options.weight_decay
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for parameter, average in self._averages.items():
+            assert parameter.grad is not None
+            average.mul_(self._momentum).add_((1 - self._momentum) * parameter.grad)
+            ahead = self._momentum * average + (1 - self._momentum) * parameter.grad
+            left, values, right = torch.linalg.svd(ahead.double(), full_matrices=False)
+            # Of all matrices of a stack each by itself.
+            values = values / torch.linalg.vector_norm(values, dim=-1, keepdim=True).clamp(min=1e-7)
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            direction = (left * values[..., None, :]) @ right
+            parameter.mul_(1 - rate * self._decay)
+            parameter.sub_(rate * 0.2 * math.sqrt(max(parameter.shape[-2:])) * direction.float())
 
 
 def _loss(model: Any, objective: TrainingSpec, ids: Any, mask: Any) -> torch.Tensor:

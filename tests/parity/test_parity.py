@@ -14,6 +14,7 @@ from tests.parity.__main__ import LIMIT, OF_EXPERTS
 from tests.parity.mixtures import REUSING, make_mixture
 
 _LESS_MEMORY = {"activationCheckpointing": "selective", "loss": "dft", "strategy": {"cpuOffload": True}}
+_MUON = {"optimizer": {"type": "muon", "learningRate": 1e-3, "momentum": 0.8, "eps": 1e-4, "weightDecay": 0.5}}
 _ONCE = {"labelSmoothing": 0.1, "strategy": {"reduceGradients": "oncePerStep"}}
 
 
@@ -78,6 +79,19 @@ def test_adapters_are_those_of_peft(
         inputs = make_mixture(inputs, tmp_path / "inputs", kind)
 
     figures = checks.against_peft(inputs, tmp_path / "run", processes=processes, steps=2, lora=lora)
+
+    assert worst(figures.values()) <= LIMIT, figures
+
+
+@pytest.mark.parametrize(("processes", "kind"), [(1, "qwen3_moe"), (2, "")])
+def test_steps_of_muon_equal_a_plain_loop(processes: int, kind: str, tiny_inputs: Any, tmp_path: Path) -> None:
+    inputs = tiny_inputs.model.parent
+    if kind:
+        inputs = make_mixture(inputs, tmp_path / "inputs", kind)
+
+    figures = checks.against_reference(
+        inputs, tmp_path / "run", packing="ffd", processes=processes, steps=6, globalBatchSize=8, **_MUON
+    )
 
     assert worst(figures.values()) <= LIMIT, figures
 

@@ -1,9 +1,11 @@
-"""AdamW: parameter groups, state, and the learning-rate schedule, a pure function of the step."""
+"""AdamW and Muon: parameter groups, state, and the learning-rate schedule, a pure function of the step."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
+from torch import nn
 
 from sft_api.memory import MOMENT_BLOCK
 from sft_api.plan import decay_steps, warmup_steps
@@ -11,6 +13,7 @@ from sft_api.v1alpha1 import SFTJobSpec
 from sft_api.v1alpha1.workload import ScheduleSpec
 
 from .models.lora import B
+from .muon import Muon, Orthogonalise, orthogonalise_all
 from .rounded_adamw import RoundedAdamW
 
 _UPDATES = "step"
@@ -59,35 +62,56 @@ def build_optimizer(
     spec: SFTJobSpec,
     peak: float,
     held: Callable[[torch.Tensor], tuple[torch.Tensor, int]] = lambda tensor: (tensor, 0),
+    matrices: Collection[torch.Tensor] = (),
+    orthogonalise: Orthogonalise = orthogonalise_all,
 ) -> torch.optim.Optimizer:
     """AdamW over all trainable parameters; weight decay on matrices only, not on norms and biases. The matrices B of
     adapters have a learning rate of their own where ``lora.learningRateRatio`` says so (LoRA+, arXiv 2402.12354).
 
-    ``held`` gives what this process has of a tensor, and which of all its elements, by rows, is the first of it.
+    ``held`` gives what this process has of a tensor, and which of all its elements, by rows, is the first of it. Where
+    ``spec`` asks for Muon it updates ``matrices``, by what ``orthogonalise`` makes of their momentum.
     """
     options = spec.training.optimizer
     names: dict[torch.Tensor, str] = {
         parameter: name for name, parameter in named_parameters if parameter.requires_grad
     }
     ratio_of_b = spec.lora.learning_rate_ratio if spec.lora else None
-    members: dict[tuple[float, float], list[torch.Tensor]] = {}
+    by_muon = {*matrices} if options.is_muon else set()
+    members: dict[tuple[float, float, bool], list[torch.Tensor]] = {}
     for parameter, name in names.items():
         ratio = ratio_of_b if ratio_of_b and name.endswith(f".{B}") else 1.0
         decay = options.weight_decay if _is_decayed(name, parameter) else 0.0
-        members.setdefault((decay, ratio), []).append(parameter)
-    groups = [
+        members.setdefault((decay, ratio, parameter in by_muon), []).append(parameter)
+    groups: list[dict[str, Any]] = [
         {"params": params, "weight_decay": decay, "lr": peak * ratio, _RATIO: ratio}
-        for (decay, ratio), params in members.items()
+        | ({"momentum": options.effective_momentum} if muon else {})
+        for (decay, ratio, muon), params in members.items()
     ]
     betas = (options.betas[0], options.betas[1])
+    state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
+    if options.is_muon:
+        return Muon(groups, names, held, orthogonalise, lr=peak, betas=betas, eps=options.eps, state_dtype=state_dtype)
     if options.state_dtype != "fp32" or spec.training.held_dtype == "bf16":
-        state_dtype = torch.bfloat16 if options.state_dtype == "bf16" else torch.float32
         eighth = options.state_dtype == "int8"
         in_blocks = [parameter for parameter, name in names.items() if eighth and has_blocks(name, parameter)]
         return RoundedAdamW(
             groups, names, held, lr=peak, betas=betas, eps=options.eps, state_dtype=state_dtype, in_blocks=in_blocks
         )
     return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=options.eps, fused=True)
+
+
+def matrices_of(blocks: nn.Module) -> list[nn.Parameter]:
+    """Those parameters of transformer ``blocks`` that Muon updates: matrices, and stacks of them.
+
+    None that takes a token's row from a table, or goes over neighbours: convolutions.
+    """
+    others = {
+        parameter
+        for module in blocks.modules()
+        if isinstance(module, nn.Embedding | nn.Conv1d)
+        for parameter in module.parameters(recurse=False)
+    }
+    return [each for name, each in blocks.named_parameters() if _is_decayed(name, each) and each not in others]
 
 
 def has_blocks(name: str, parameter: torch.Tensor) -> bool:

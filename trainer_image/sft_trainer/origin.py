@@ -173,8 +173,15 @@ class Origin:
                 f"{self.uri} has other settings ({', '.join(changes)}): restore these, or name what: weights to begin "
                 "at step 0"
             )
-        if not saved.has_moments_for(self._config.numbers()):
-            theirs, mine = saved.moments, self._config.numbers().moments
+        numbers = self._config.numbers()
+        if saved.optimizer != numbers.optimizer:
+            raise ConfigError(
+                f"{ORIGIN_FIELD}.what is everything, the optimizer's state among it, and the run in {self.uri} has "
+                f"that of {saved.optimizer}, of which none of {numbers.optimizer} is made: set training.optimizer.type "
+                f"to {saved.optimizer}, or name what: weights to begin at step 0 with a new one"
+            )
+        if not saved.has_moments_for(numbers):
+            theirs, mine = saved.moments, numbers.moments
             raise ConfigError(
                 f"{ORIGIN_FIELD}.what is everything, moments among it, and the run in {self.uri} holds these in "
                 f"{theirs}, which is not converted to the {mine} of training.optimizer.stateDtype: set that to "

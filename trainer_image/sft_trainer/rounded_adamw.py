@@ -11,7 +11,7 @@ stochastically.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,37 +62,40 @@ class RoundedAdamW(torch.optim.Optimizer):
         have 8 bits.
         """
         super().__init__([dict(group) for group in groups], {"lr": lr, "betas": betas, "eps": eps})
-        self._held = held
-        self._places, eighth = {}, {*in_blocks}
+        self._held, self._state_dtype, self._in_blocks = held, state_dtype, {*in_blocks}
+        self._places = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 digest = hashlib.sha256(names[parameter].encode()).digest()
                 self._places[parameter] = (int.from_bytes(digest[:4], "big", signed=True), held(parameter)[1])
-                state = {"step": torch.zeros((), device=parameter.device)}
-                for kind, codes in _KINDS.items():
-                    state |= _zeros(kind, parameter, codes if parameter in eighth else state_dtype)
-                self.state[parameter] = state
+                step = torch.zeros((), device=parameter.device)
+                self.state[parameter] = {"step": step, **self.moments_of(parameter, group)}
+
+    def moments_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Those of ``parameter``, a member of ``group``, before its first update, by name."""
+        found: dict[str, torch.Tensor] = {}
+        for kind, codes in _KINDS.items():
+            found |= zeros(kind, parameter, codes if parameter in self._in_blocks else self._state_dtype)
+        return found
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient; ``closure`` is not called."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            self.update_all([each for each in group["params"] if each.grad is not None], group)
+
+    def update_all(self, parameters: Sequence[torch.Tensor], group: Mapping[str, Any]) -> None:
+        """Update ``parameters`` of ``group``, which have gradients."""
+        for parameter in parameters:
+            self._update(parameter, group)
 
     def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None  # noqa: S101 - the caller looked
         state = self.state[parameter]
         step = state["step"]
-        name, first = self._places[parameter]
-        key = (step.to(torch.int32) + 1).mul_(_ODD[0]).add_(name)
-        held = {kind: self._held(value)[0].view(-1) for kind, value in state.items() if kind != "step"}
-        weights, slopes = (self._held(each)[0].view(-1) for each in (parameter, gradient))
-        at_once = _SLICE_ELEMENTS.get(weights.device.type, _MOST_ELEMENTS)
-        for start in range(0, weights.numel(), at_once):
-            part = slice(start, start + at_once)
+        key, first = self._key(parameter)
+        held = {kind: self._flat(value) for kind, value in state.items() if kind != "step"}
+        weights, slopes = self._flat(parameter), self._flat(gradient_of(parameter))
+        for part in slices(weights):
             # What is in fp32 is not copied, but changed where it is.
             weight, slope = weights[part].float(), slopes[part].float()
             first_moment, second_moment = (_read(held, kind, part) for kind in _KINDS)
@@ -116,11 +119,35 @@ class RoundedAdamW(torch.optim.Optimizer):
             )
             # Each by bits of its own: else all would be rounded up, or down, together.
             if weights.dtype == torch.bfloat16:
-                weights[part].copy_(round_stochastically_(weight, key.bitwise_xor(_OF_WEIGHTS), first + start))
+                self._keep_weights(weights, part, weight, key, first)
             slow = group["betas"][0] > _FAST_BETA
             self._keep(held, "exp_avg", part, first_moment, key.bitwise_xor(_OF_FIRST), first, stochastically=slow)
             self._keep(held, "exp_avg_sq", part, second_moment, key, first, stochastically=True)
+        self._count(step)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this process has of ``tensor``, one row behind the other."""
+        return self._held(tensor)[0].view(-1)
+
+    def _key(self, parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What random bits of the update that comes are made of, and which element of the whole is the first here."""
+        name, first = self._places[parameter]
+        return (self.state[parameter]["step"].to(torch.int32) + 1).mul_(_ODD[0]).add_(name), first
+
+    def _count(self, step: torch.Tensor) -> None:
         step += 1 if self.found_inf is None else 1 - self.found_inf
+
+    def _unless_skipped(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """``new``, or ``old`` where this step changes nothing."""
+        return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+
+    def _keep_weights(
+        self, weights: torch.Tensor, part: slice, values: torch.Tensor, key: torch.Tensor, first: int
+    ) -> None:
+        """Round ``values``, fp32, which ``part`` of the ``weights`` has become, to what these are held in."""
+        if weights.dtype == torch.bfloat16:
+            round_stochastically_(values, key.bitwise_xor(_OF_WEIGHTS), first + part.start)
+        weights[part].copy_(values)
 
     def _keep(
         self,
@@ -140,7 +167,7 @@ class RoundedAdamW(torch.optim.Optimizer):
             new = packed(values, _uniform(values, key, place), _KINDS[kind])
             for old, made in zip((target, exponents[_blocks(part)]), new, strict=True):
                 # The same values may have other codes.
-                old.copy_(made if self.found_inf is None else torch.where(self.found_inf > 0, old, made))
+                old.copy_(self._unless_skipped(old, made))
         elif target.dtype == torch.bfloat16:
             target.copy_(round_stochastically_(values, key, place) if stochastically else values)
 
@@ -149,13 +176,25 @@ _KINDS: Mapping[str, Codes] = {"exp_avg": FIRST, "exp_avg_sq": SECOND}
 """The moments, and how they are held in 8 bits."""
 
 
-def _zeros(kind: str, parameter: torch.Tensor, held: torch.dtype | Codes) -> dict[str, torch.Tensor]:
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Of a parameter that has one."""
+    assert parameter.grad is not None  # noqa: S101 - the caller looked
+    return parameter.grad
+
+
+def zeros(kind: str, parameter: torch.Tensor, held: torch.dtype | Codes) -> dict[str, torch.Tensor]:
     """The moment ``kind`` of ``parameter``, shared out as that is: so are the exponents, of which each row has some."""
     if isinstance(held, torch.dtype):
         return {kind: torch.zeros_like(parameter, dtype=held)}
     one_of_each = parameter.detach()[..., ::MOMENT_BLOCK]
     exponents = torch.zeros_like(one_of_each, dtype=torch.uint8, memory_format=torch.contiguous_format)
     return {kind: torch.zeros_like(parameter, dtype=held.dtype), f"{kind}{_EXPONENTS}": exponents}
+
+
+def slices(values: torch.Tensor) -> Iterator[slice]:
+    """What of ``values``, of one dimension, is updated at once."""
+    at_once = _SLICE_ELEMENTS.get(values.device.type, _MOST_ELEMENTS)
+    return (slice(start, start + at_once) for start in range(0, values.numel(), at_once))
 
 
 def _read(held: Mapping[str, torch.Tensor], kind: str, part: slice) -> torch.Tensor:

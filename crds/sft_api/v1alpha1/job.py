@@ -245,6 +245,18 @@ class SFTJobSpec(ApiModel):
             lambda self: self.training.held_dtype == "fp32" or self.lora is None,
         ),
         Rule(
+            "!has(self.training.optimizer.type) || self.training.optimizer.type != 'muon' || !has(self.strategy) || "
+            "!has(self.strategy.fsdp) || !self.strategy.fsdp.cpuOffload",
+            "training.optimizer.type: muon multiplies matrices, and strategy.fsdp.cpuOffload has updates made by the "
+            "host's processors, which would take minutes for each: leave one of them out",
+            lambda self: (
+                not self.training.optimizer.is_muon
+                or self.strategy is None
+                or self.strategy.fsdp is None
+                or not self.strategy.fsdp.cpu_offload
+            ),
+        ),
+        Rule(
             f"!has({_OVERRIDES}) || !has({_OVERRIDES}.max_position_embeddings) || "
             f"self.data.maxLength <= {_OVERRIDES}.max_position_embeddings",
             "data.maxLength must be at most model.configOverrides.max_position_embeddings, the longest document that "

@@ -190,6 +190,11 @@ def megatron_rules(processes: str) -> tuple[Rule, ...]:
             lambda self: megatron_of(self) is None or not self.training.compile,
         ),
         Rule(
+            f"{_ABSENT} || !has(self.training.optimizer.type) || self.training.optimizer.type == 'adamw'",
+            "strategy.megatron knows no training.optimizer.type: muon; leave it out, or choose strategy.fsdp",
+            lambda self: megatron_of(self) is None or not self.training.optimizer.is_muon,
+        ),
+        Rule(
             f"{_ABSENT} || self.training.optimizer.stateDtype == 'fp32'",
             "strategy.megatron needs training.optimizer.stateDtype: fp32; or choose strategy.fsdp",
             lambda self: megatron_of(self) is None or self.training.optimizer.state_dtype == "fp32",

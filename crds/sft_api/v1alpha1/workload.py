@@ -73,16 +73,27 @@ class ModelSpec(ApiModel):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+MUON_MOMENTUM = 0.95
+"""Of Muon where a manifest leaves it open: for ever, since the digest of such a run says nothing of it."""
 
 
 class OptimizerSpec(ApiModel):
-    """AdamW: decoupled weight decay on matrices, none on norms and biases."""
+    """AdamW, or Muon for the matrices of layers: decoupled weight decay on matrices, none on norms and biases."""
 
+    type: Literal["adamw", "muon"] | None = Field(
+        default=None,
+        description="adamw when absent. muon updates the matrices of layers, those of experts and routers among them, "
+        "by their orthogonalised momentum, as large as updates of AdamW are; embeddings, head, norms, biases and "
+        "convolutions are AdamW's.",
+    )
     learning_rate: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None, description="Peak learning rate; 1e-5 when absent, with lora 1e-4."
     )
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = Field(
         default_factory=lambda: [0.9, 0.999], description="Decay rates of the first and second moment."
+    )
+    momentum: Beta | None = Field(
+        default=None, description="Of muon: decay rate of the momentum, with Nesterov's look ahead; 0.95 when absent."
     )
     eps: Annotated[float, Field(gt=0, le=1)] = Field(default=1e-8, description="Added to the denominator.")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
@@ -99,6 +110,29 @@ class OptimizerSpec(ApiModel):
         "stochastically. int8 holds moments of matrices: a byte each, and one for every 64 in a row, to whose power of "
         "two they are relative. Norms, biases, and matrices whose rows are no multiple of 64 keep moments in fp32.",
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.momentum) || (has(self.type) && self.type == 'muon')",
+            "optimizer.momentum is for type muon alone: of adamw it is the first of optimizer.betas",
+            lambda self: self.momentum is None or self.is_muon,
+        ),
+        Rule(
+            "!has(self.type) || self.type != 'muon' || self.stateDtype != 'int8'",
+            "optimizer type muon has its momentum in fp32 or bf16: set optimizer.stateDtype to one of these",
+            lambda self: not self.is_muon or self.state_dtype != "int8",
+        ),
+    )
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of layers are updated by Muon."""
+        return self.type == "muon"
+
+    @property
+    def effective_momentum(self) -> float:
+        """Decay rate of Muon's momentum."""
+        return MUON_MOMENTUM if self.momentum is None else self.momentum
 
 
 class ScheduleSpec(ApiModel):
@@ -308,7 +342,7 @@ class TrainingSpec(ApiModel):
         description="Tokens of one micro-batch of one process, with packing; data.maxLength when absent. Where a GPU "
         "has memory, several micro-batches go through one forward pass.",
     )
-    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The optimizer (AdamW).")
+    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="The optimizer.")
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec, description="The learning-rate schedule.")
     precision: Literal["bf16", "fp32"] | None = Field(
         default=None,

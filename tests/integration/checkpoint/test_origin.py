@@ -221,6 +221,16 @@ def test_moments_in_8_bits_are_gone_on_with_as_they_are(other: Store, saved: str
     assert begins(run(other, what="everything", **same)).find().step == 10
 
 
+def test_the_state_of_another_optimizer_is_not_gone_on_with(other: Store) -> None:
+    muon = {"training": {"optimizer": {"type": "muon"}}}
+    theirs(other, 10)
+    with pytest.raises(
+        ConfigError, match=r"has that of adamw, of which none of muon is made: set training.optimizer.type to adamw, or"
+    ):
+        begins(run(other, what="everything", **muon)).find()
+    assert begins(run(other, **muon)).find().step == 10, "weights have a new one"
+
+
 def test_adapters_that_are_dropped_otherwise_begin_anew(other: Store) -> None:
     theirs(other, 10, lora={"rank": 4})
     assert begins(run(other, lora={"rank": 4, "dropout": 0.1})).find().step == 10

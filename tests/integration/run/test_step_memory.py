@@ -121,6 +121,7 @@ ONCE = {"strategy": {"fsdp": {"reduceGradients": "oncePerStep"}}}
 KEPT = {"strategy": {"fsdp": {"reshardAfterForward": False}}}
 HALF = {"training": {"precision": "bf16", "parameterDtype": "bf16", "optimizer": {"stateDtype": "bf16"}}}
 EIGHTH = {"training": {**HALF["training"], "optimizer": {"stateDtype": "int8"}}}
+MUON = {"training": {"optimizer": {"type": "muon"}}}
 NF4 = {"lora": {"rank": 16, "basePrecision": "nf4"}}
 MXFP4 = {"lora": {"rank": 16, "basePrecision": "mxfp4"}}
 EXPERTS = {"rank": 16, "expertRank": 8, "targetModules": ["all-linear", "experts"]}
@@ -230,6 +231,18 @@ CASES: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {
     "8B, the same with much to compute": ("meta-llama/Llama-3.1-8B", 4, 16384, 8, 8, ONCE),
     "8B, the same with little": ("meta-llama/Llama-3.1-8B", 2, 64, 8, 8, ONCE),
     "1B, the same with little": ("meta-llama/Llama-3.2-1B", 2, 64, 8, 4, ONCE),
+    # Matrices are whole for a moment after the backward pass
+    "8B, muon": ("meta-llama/Llama-3.1-8B", 2, 8192, 8, 8, MUON),
+    "8B, muon, alone": ("meta-llama/Llama-3.1-8B", 2, 64, 1, 1, MUON),
+    "1B, muon and weights in bf16, replicas": (
+        "meta-llama/Llama-3.2-1B",
+        4,
+        256,
+        4,
+        2,
+        {"training": {**HALF["training"], "optimizer": {"type": "muon", "stateDtype": "bf16"}}},
+    ),
+    "30B of experts, muon": ("Qwen/Qwen3-30B-A3B", 2, 64, 4, 4, MUON),
     "0.6B, alone": ("Qwen/Qwen3-0.6B", 6, 8192, 1, 1, {}),
     "30B of experts, activations": ("Qwen/Qwen3-30B-A3B", 2, 8192, 16, 16, {}),
     "20B of experts with biases, and sinks": ("openai/gpt-oss-20b", 2, 8192, 16, 16, {}),

@@ -204,6 +204,13 @@ def test_moments_of_8_bits_are_made_of_no_others(theirs: str, mine: str, what: s
     assert f"what: {what}" in continued_from("s3://bucket/a", 5, one, other)
 
 
+def test_the_state_of_an_optimizer_is_that_of_no_other() -> None:
+    adamw, muon = (Numbers.of(spec(training={"optimizer": {"type": each}})) for each in ("adamw", "muon"))
+    assert "what: weights" in continued_from("s3://bucket/a", 5, adamw, muon)
+    assert "what: weights" in continued_from("s3://bucket/a", 5, muon, adamw)
+    assert "what: everything" in continued_from("s3://bucket/a", 5, muon, muon)
+
+
 def test_all_weights_and_adapters_fit_one_another_not() -> None:
     whole, adapters = Numbers.of(spec()), Numbers.of(spec(lora={}))
     assert (whole.has_adapters, adapters.has_adapters) == (False, True)

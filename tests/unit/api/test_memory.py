@@ -603,6 +603,17 @@ def test_moments_in_8_bits_take_an_eighth_and_what_blocks_share() -> None:
     assert offloaded_bytes(1_000_000, 640_000, 0, in_host) == 8_000_000 + 2 * (650_000 + 4 * 360_000)
 
 
+def test_muon_has_one_moment_of_each_matrix_of_a_block() -> None:
+    full = estimated(training={"optimizer": {"type": "muon"}})
+    # By hand: embedding and head of Llama 3.1 8B, and its norms, have two
+    others = 2 * 128256 * 4096 + 65 * 4096
+    assert full.optimizer == 4 * (8_030_261_248 + others) / 8
+    half = estimated(training={"optimizer": {"type": "muon", "stateDtype": "bf16"}})
+    assert half.optimizer == full.optimizer / 2
+    asked = job(training={"optimizer": {"type": "muon"}}, compute={"gpusPerNode": 8}).spec
+    assert staging_bytes(1_000_000, 640_000, asked) == 4_000_000 + 4 * 640_000 + 8 * 360_000
+
+
 def test_all_weights_of_a_70b_fit_one_node_of_80_gib_in_bf16_with_moments_in_8_bits() -> None:
     training = {"parameterDtype": "bf16", "activationCheckpointing": "full", "optimizer": {"stateDtype": "int8"}}
     memory = estimated("hf://meta-llama/Llama-3.1-70B", training=training)

@@ -67,6 +67,13 @@ def test_what_does_not_fit_is_refused_with_parts_and_remedies() -> None:
     assert "compute.memoryCheck: Warn has it tried" in refused
 
 
+def test_of_muon_no_remedy_is_named_that_it_does_not_go_with() -> None:
+    refused = verdict(spec(gpus=2, training={"optimizer": {"type": "muon"}})).refused
+    assert "training.optimizer.stateDtype: bf16" in refused
+    assert "int8" not in refused
+    assert "cpuOffload" not in refused
+
+
 def test_weights_in_bf16_are_named_where_they_can_be_and_go_with_no_adapters() -> None:
     def told(**training: Any) -> str:
         return verdict(spec(gpus=1, training=training)).refused

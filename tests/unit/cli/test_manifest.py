@@ -146,8 +146,18 @@ SENTENCES = {
     "optim: paged_adamw_8bit": "unknown field spec.optim; did you mean spec.training.optimizer.stateDtype: int8?",
     "training: {optimizer: adamw_bnb_8bit}": "spec.training.optimizer: must be a map of fields, got "
     '"adamw_bnb_8bit"; did you mean spec.training.optimizer.stateDtype: int8?',
-    "training: {optimizer: {type: adamw_8bit}}": "unknown field spec.training.optimizer.type; did you mean "
-    "spec.training.optimizer.stateDtype: int8?",
+    "training: {optimizer: {type: adamw_8bit}}": "spec.training.optimizer.type: must be one of adamw, muon, got "
+    '"adamw_8bit"; did you mean spec.training.optimizer.stateDtype: int8?',
+    "training: {optimizer: {type: adamw_torch_fused}}": "spec.training.optimizer.type: must be one of adamw, muon, got "
+    '"adamw_torch_fused"; did you mean adamw?',
+    "training: {optimizer: {type: Muon}}": 'spec.training.optimizer.type: must be one of adamw, muon, got "Muon"; did '
+    "you mean muon?",
+    "optim: muon": "unknown field spec.optim; did you mean spec.training.optimizer.type: muon?",
+    "training: {optimizer: muon}": "spec.training.optimizer: must be a map of fields, got "
+    '"muon"; did you mean spec.training.optimizer.type: muon?',
+    "training: {use_muon: true}": "unknown field spec.training.use_muon; did you mean spec.training.optimizer.type: "
+    "muon?",
+    "training: {momentum: 0.9}": "unknown field spec.training.momentum; did you mean spec.training.optimizer.momentum?",
     "training: {optimizer: {stateDtype: AdamW8bit}}": "spec.training.optimizer.stateDtype: must be one of fp32, bf16, "
     'int8, got "AdamW8bit"; did you mean int8?',
     "trackers: []": "unknown field spec.trackers; allowed are model, lora, data, training, strategy, compute, "
@@ -289,7 +299,7 @@ SENTENCES = {
     "lora: {basePrecision: int8}": f'spec.lora.basePrecision: {_BASE_PRECISION}, got "int8"',
     "lora: {basePrecision: float32}": f'spec.lora.basePrecision: {_BASE_PRECISION}, got "float32"; did you mean fp32?',
     "training: {precision: int4}": 'spec.training.precision: must be one of bf16, fp32, got "int4"',
-    "training: {optimizer: {type: adamw}}": "unknown field spec.training.optimizer.type",
+    "lora: {type: lora}": "unknown field spec.lora.type",
     "model: {uri: hf://org/name, path: org/name}": "unknown field spec.model.path; did you mean uri?",
     "data: {train: [{uri: hf://org/rows, type: alpaca}]}": "unknown field spec.data.train[0].type; did you mean "
     "format?",

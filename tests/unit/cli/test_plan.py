@@ -327,6 +327,16 @@ def test_what_else_than_cross_entropy_is_trained_is_said_where_it_was_chosen() -
     assert chosen(labelSmoothing=0.1) == {"label smoothing": "0.1"}
 
 
+def test_muon_is_said_where_it_was_chosen() -> None:
+    def shown(**optimizer: Any) -> Any:
+        return decisions(training={"optimizer": optimizer}).get("optimizer")
+
+    assert shown() is None
+    assert shown(type="adamw") is None
+    assert shown(type="muon").value == "Muon with momentum 0.95 for matrices of layers, AdamW for all else"
+    assert "momentum 0.9 for" in shown(type="muon", momentum=0.9).value
+
+
 def test_powers_and_cycles_of_schedules_are_shown() -> None:
     def shown(**schedule: Any) -> str:
         return str(decisions(training={"schedule": schedule})["schedule"].value)

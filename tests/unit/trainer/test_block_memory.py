@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from sft_api.block_memory import NOTHING, BlockMemory, block_memory
-from sft_api.layers import adapted_of, linear_of, packed_of, some_parameters, trained_in_rows_of
+from sft_api.layers import (
+    adapted_of,
+    linear_of,
+    packed_of,
+    some_parameters,
+    trained_in_matrices_of_blocks,
+    trained_in_rows_of,
+)
 from sft_api.memory import MOMENT_BLOCK
 from sft_api.model_config import shape_of
 from sft_api.model_shape import ModelShape
@@ -21,7 +28,7 @@ from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import keep_corrections, kernel_options
 from sft_trainer.models.lora import adapted_layers, add_adapters, is_adapter, linear_layers
 from sft_trainer.models.tracking import track_blocks
-from sft_trainer.optim import has_blocks
+from sft_trainer.optim import has_blocks, matrices_of
 from tests.architectures import accepted, small_config
 from tests.unit.cli.jobs import job
 from tests.unit.trainer.published_configs import PUBLISHED, PUBLISHED_OF_EXPERTS
@@ -233,6 +240,8 @@ def test_layers_that_get_adapters_and_weights_in_4_bits_are_those_of_the_trainer
     assert dict(packed) == {name.removesuffix(".weight"): parameters[name].numel() for name in names}
     in_blocks = sum(each.numel() for name, each in parameters.items() if has_blocks(name, each))
     assert trained_in_rows_of(shape, job().spec, MOMENT_BLOCK) == in_blocks
+    by_muon = sum(each.numel() for each in matrices_of(huggingface.base_model.layers))
+    assert trained_in_matrices_of_blocks(shape, job().spec) == by_muon
 
 
 _OTHER_WAYS = (

@@ -128,6 +128,9 @@ def test_the_card_says_what_the_checkpoint_says(tmp_path: Path, source: Path) ->
     assert "| noise on embeddings | NEFTune, alpha 5 |" in card
     smoothed = resolve(job(Path("/inputs"), Path("/store"), training={"labelSmoothing": 0.1}))
     assert "| label smoothing | 0.1 |" in model_card(smoothed, manifest, build_on_meta(source))
+    muon = resolve(job(Path("/inputs"), Path("/store"), training={"optimizer": {"type": "muon"}}))
+    card = model_card(muon, manifest, build_on_meta(source))
+    assert "| optimizer | Muon for matrices of layers, AdamW for all else |" in card
     held = resolve(job(Path("/inputs"), Path("/store"), training={"precision": "bf16", "parameterDtype": "bf16"}))
     card = model_card(held, manifest, build_on_meta(source))
     assert "| weights in training | bf16, rounded stochastically |" in card

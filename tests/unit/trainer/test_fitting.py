@@ -19,6 +19,7 @@ from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.muon import MOMENTUM
 from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.strategies.fsdp import FsdpStrategy, fitting
 from sft_trainer.strategies.fsdp.fitting import estimate_blueprint, sizes_seen
@@ -202,14 +203,21 @@ def test_sizes_of_a_mixture_in_4_bits_are_those_of_the_shape(
     assert seen.packed_matrix == reckoned.packed_matrix == 8 * 128 * 64 * (1 if kind == "qwen3_moe" else 2)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "moment"),
+    [({"stateDtype": "int8"}, "exp_avg_exponents"), ({"type": "muon"}, MOMENTUM)],
+    ids=["int8", "muon"],
+)
 @pytest.mark.parametrize("lora", [None, {"rank": 64, "expertRank": 4, "targetModules": ["all-linear", "experts"]}])
 @pytest.mark.parametrize("kind", ["qwen2", "phi3", "olmo2", "qwen3_moe", "gpt_oss"])
-def test_moments_in_8_bits_take_what_is_reckoned_to_the_byte(tmp_path: Path, kind: str, lora: Any) -> None:
+def test_moments_that_are_smaller_take_what_is_reckoned_to_the_byte(
+    tmp_path: Path, kind: str, lora: Any, optimizer: dict[str, Any], moment: str
+) -> None:
     # Given biases, norms of heads, routers, and matrices whose rows are no whole blocks
     save_model(kind, tmp_path, moe_intermediate_size=96, num_experts=8, num_local_experts=8, **IN_BLOCKS)
     if lora and kind not in ("qwen3_moe", "gpt_oss"):
         lora = {"rank": 64}
-    sections = {"training": {"optimizer": {"stateDtype": "int8"}}, **({"lora": lora} if lora else {})}
+    sections = {"training": {"optimizer": optimizer}, **({"lora": lora} if lora else {})}
     config = resolve(manifest(tmp_path, tmp_path.with_name("store"), **sections))
     blueprint = build_on_meta(tmp_path)
     huggingface: Any = blueprint.huggingface
@@ -223,5 +231,5 @@ def test_moments_in_8_bits_take_what_is_reckoned_to_the_byte(tmp_path: Path, kin
 
     moments = strategy.boxes("optimizer")
     assert sum(box.local.nbytes for box in moments) == reckoned.optimizer
-    assert {box.kind for box in moments} > {"exp_avg_exponents"}
+    assert {box.kind for box in moments} >= {moment}
     assert staging(config.spec, shape) == sum(box.local.nbytes for box in [*strategy.boxes("trained"), *moments])

@@ -87,9 +87,18 @@ def step(of: FsdpStrategy, *, ok: bool = True) -> None:
     of.apply(1e-2, 1.0, of.grad_norm(), torch.tensor(ok))
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"optimizer": {"type": "muon"}},
+        {"precision": "bf16", "parameterDtype": "bf16", "optimizer": {"type": "muon", "stateDtype": "bf16"}},
+    ],
+    ids=["adamw", "muon", "muon in bf16"],
+)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_not_counted(folder: Path, chosen: dict[str, Any]) -> None:
     # Given two alike, after a step
-    skips, goes_on = strategy(folder), strategy(folder)
+    skips, goes_on = strategy(folder, **chosen), strategy(folder, **chosen)
     step(skips)
     step(goes_on)
     before, before_moments = weights(skips), moments(skips)

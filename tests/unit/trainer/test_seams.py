@@ -9,6 +9,9 @@ import sft_trainer
 ROOT = Path(*sft_trainer.__path__)
 FILES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
+_SHARDED = {f"strategies/fsdp/{name}.py" for name in ("boxes", "sharding", "whole_matrices")}
+"""Who knows how parameters are sharded."""
+
 
 def imported(tree: ast.Module) -> Iterator[str]:
     """Full names of all that is imported, also within functions."""
@@ -26,7 +29,7 @@ def who_imports(*modules: str) -> set[str]:
 
 def test_only_strategies_know_how_parameters_are_sharded() -> None:
     knowing = who_imports("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._tensor")
-    assert knowing == {"strategies/fsdp/boxes.py", "strategies/fsdp/sharding.py"}
+    assert knowing == _SHARDED
 
 
 def test_only_few_speak_to_other_processes() -> None:
@@ -45,7 +48,7 @@ def test_nobody_else_asks_a_tensor_for_its_part() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in _OF_SHARDED_TENSORS
     }
-    assert asking == {"strategies/fsdp/boxes.py", "strategies/fsdp/sharding.py"}
+    assert asking == _SHARDED
 
 
 def test_ranks_are_numbers_in_names_and_words_only() -> None:

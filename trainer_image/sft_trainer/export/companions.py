@@ -209,6 +209,8 @@ def _trained_otherwise(training: TrainingSpec) -> dict[str, str]:
     facts = {}
     if training.held_dtype == "bf16":
         facts["weights in training"] = "bf16, rounded stochastically"
+    if training.optimizer.is_muon:
+        facts["optimizer"] = "Muon for matrices of layers, AdamW for all else"
     if training.loss == "dft":
         facts["trained with"] = "cross-entropy times probability (dynamic fine-tuning), as the training loss is"
     if training.label_smoothing:

@@ -13,7 +13,7 @@ from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.experts import has_experts
 from sft_trainer.models.quantised import pack_layers
 from sft_trainer.models.tracking import track_blocks
-from sft_trainer.optim import has_blocks
+from sft_trainer.optim import has_blocks, matrices_of
 from sft_trainer.trainable import Trainable
 
 
@@ -59,6 +59,7 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
     def outside(counted: dict[str, int]) -> int:
         return sum(number for name, number in counted.items() if not name.startswith(prefix))
 
+    by_muon = {*matrices_of(blueprint.blocks)}
     head = huggingface.get_output_embeddings().weight
     block, packed_block = largest_block(zip(blocks(numbers), blocks(packed), strict=True), trainable.quantised)
     return Sizes(
@@ -76,6 +77,11 @@ def sizes_seen(blueprint: CausalLM, trainable: Trainable) -> Sizes:
             parameter.numel()
             for name, parameter in huggingface.named_parameters()
             if name in trained and has_blocks(name, parameter)
+        ),
+        in_matrices=sum(
+            parameter.numel()
+            for name, parameter in huggingface.named_parameters()
+            if name in trained and parameter in by_muon
         ),
         experts=has_experts(huggingface),
         logits=blueprint.logits.transformed,

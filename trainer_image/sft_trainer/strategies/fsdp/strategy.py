@@ -1,4 +1,4 @@
-"""The strategy FSDP: ``sft_trainer.strategies.Strategy`` over a sharded model and the fused AdamW of torch."""
+"""The strategy FSDP: ``sft_trainer.strategies.Strategy`` over a sharded model, and its optimizer."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ from sft_trainer.models.compiling import failed_to_compile, of_the_machine
 from sft_trainer.models.experts import Balance
 from sft_trainer.models.noise import Noise
 from sft_trainer.models.tensors import stored_tensors
-from sft_trainer.optim import build_optimizer, set_updates, update, updates
+from sft_trainer.optim import build_optimizer, matrices_of, set_updates, update, updates
 from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.topology import Topology
 from sft_trainer.trainable import Trainable
@@ -40,6 +40,7 @@ from .sharding import (
     may_add_up_later,
     whole_gradient_bytes,
 )
+from .whole_matrices import orthogonalise_shared
 
 _COMPILED_WITH_TOKENS = 1024
 """Of each process at most: what is compiled fits any number, is best for about as many, and memory for more is not
@@ -109,6 +110,8 @@ class FsdpStrategy:
             config.spec,
             config.plan.learning_rate,
             functools.partial(part_by_rows, topology=topology),
+            matrices_of(self.model.blocks),
+            functools.partial(orthogonalise_shared, dtype=computed_dtype(config)),
         )
 
     def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:
