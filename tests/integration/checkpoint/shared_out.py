@@ -65,7 +65,7 @@ class Run:
             1e-3,
             held,
             matrices_of(self._model.blocks),
-            functools.partial(orthogonalise_shared, dtype=computed_dtype(config)),
+            functools.partial(orthogonalise_shared, dtype=computed_dtype(config), topology=self._topology),
         )
         self._names = Names.of(sizes)
 

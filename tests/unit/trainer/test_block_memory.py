@@ -288,13 +288,17 @@ def test_each_kind_of_block_keeps_what_the_formula_says(kind: str, how: Any, com
         assert reckoned.kept + reckoned.working == pytest.approx(found.kept + found.working, rel=0.1)
 
 
-@pytest.mark.parametrize(("kind", "options"), [*PUBLISHED, *PUBLISHED_OF_EXPERTS])
+_UNCOUNTED = ("afmoe", "gemma4_text", "hunyuan_v1_moe")
+"""Of these mixtures there is no formula."""
+_COUNTED = [*PUBLISHED, *(each for each in PUBLISHED_OF_EXPERTS if each[0] not in _UNCOUNTED)]
+
+
+@pytest.mark.parametrize(("kind", "options"), _COUNTED)
 def test_blocks_of_published_sizes_take_what_the_formula_says(kind: str, options: dict[str, Any]) -> None:
     # Given a model as it is on the hub, of a type with a formula
     model = made_of(kind, options)
     shape = shape_of(model.huggingface.config.to_dict())
-    if shape is None:
-        pytest.skip("no formula")
+    assert shape is not None
 
     # When a block of each kind is looked at
     seen = track_blocks(model, torch.bfloat16, lambda name: True, TOKENS)

@@ -111,7 +111,7 @@ class FsdpStrategy:
             config.plan.learning_rate,
             functools.partial(part_by_rows, topology=topology),
             matrices_of(self.model.blocks),
-            functools.partial(orthogonalise_shared, dtype=computed_dtype(config)),
+            functools.partial(orthogonalise_shared, dtype=computed_dtype(config), topology=topology),
         )
 
     def boxes(self, which: Literal["base", "trained", "optimizer"]) -> list[Box]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from sft_trainer.muon import Ahead, orthogonalise_, orthogonalise_all
+from sft_trainer.topology import Topology
 
 from .boxes import rows_of
 
@@ -22,7 +23,7 @@ Turn = list[DTensor]
 
 
 def orthogonalise_shared(
-    parameters: Sequence[torch.Tensor], ahead: Ahead, dtype: torch.dtype
+    parameters: Sequence[torch.Tensor], ahead: Ahead, dtype: torch.dtype, topology: Topology
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """``sft_trainer.muon.Orthogonalise``, computed in ``dtype``: a collective call where parameters are split by rows.
 
@@ -33,25 +34,22 @@ def orthogonalise_shared(
         yield from orthogonalise_all(parameters, ahead, dtype)
         return
     mesh = shared[0].device_mesh
-    holders = mesh.get_group("shard")
-    replicas = mesh.get_group("replicate") if "replicate" in (mesh.mesh_dim_names or ()) else None
-    copies, copy = (dist.get_world_size(replicas), dist.get_rank(replicas)) if replicas else (1, 0)
-    count, place = dist.get_world_size(holders), dist.get_rank(holders)
-    rounds = rounds_of(shared, count, copies)
+    copy, holders = topology.place("replicate"), mesh.get_group("shard")
+    rounds = rounds_of(shared, topology.holders, topology.replicate)
     # The last one is of nothing: there is none to come.
     mine = [*(turns[copy] if copy < len(turns) else [] for turns in rounds), []]
-    coming = _Exchange(mine[0], ahead, dtype, holders)
+    coming = _Exchange(mine[0], ahead, dtype, topology, holders)
     for turns, following in zip(rounds, mine[1:], strict=True):
         here = coming
         here.wait()
-        coming = _Exchange(following, ahead, dtype, holders)
+        coming = _Exchange(following, ahead, dtype, topology, holders)
         own = here.orthogonalised()
         for other, turn in enumerate(turns):
-            sizes = [_elements(each, count, place) for each in turn]
+            sizes = [_elements(each, topology.holders, topology.holder) for each in turn]
             # What another replica computed comes from the process that holds the same rows there.
             rows = own if other == copy else torch.empty(sum(sizes), dtype=dtype, device=shared[0].device)
-            if replicas:
-                dist.broadcast(rows, dist.get_global_rank(replicas, other), group=replicas)
+            if topology.replicate > 1:
+                dist.broadcast(rows, group=mesh.get_group("replicate"), group_src=other)
             yield from zip(turn, rows.split(sizes), strict=True)
 
 
@@ -67,7 +65,9 @@ def rounds_of(parameters: Sequence[DTensor], holders: int, copies: int) -> list[
 class _Exchange:
     """One turn of the processes of a group; made, what it needs is on its way."""
 
-    def __init__(self, turn: Turn, ahead: Ahead, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, turn: Turn, ahead: Ahead, dtype: torch.dtype, topology: Topology, group: dist.ProcessGroup
+    ) -> None:
         self._group, self._work = group, None
         self._leaving: list[int] = []
         self._arriving: list[int] = []
@@ -77,7 +77,7 @@ class _Exchange:
         if turn[0].ndim > 2:
             self._rows = self._whole = ahead(turn[0]).to(dtype)
             return
-        holders, here = dist.get_world_size(group), dist.get_rank(group)
+        holders, here = topology.holders, topology.holder
         self._leaving = [_elements(each, holders, here) for each in turn] + [0] * (holders - len(turn))
         mine = turn[here] if here < len(turn) else None
         self._arriving = [0 if mine is None else _elements(mine, holders, holder) for holder in range(holders)]
