@@ -3,6 +3,7 @@
 Read ``look`` from top to bottom.
 """
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -63,6 +64,11 @@ _ANSWER_SECONDS = 1.0
 """In which a trainer that is asked for the first time answers."""
 _LAST_WORDS_SECONDS = 0.5
 """Between two looks for the last words of pods."""
+_REASONS: Mapping[type[ValueError], str] = {
+    DoesNotFit: "DoesNotFit",
+    PodProfileNotAllowed: "PodProfileNotAllowed",
+}
+"""Why settings of this cluster do not let a job run; of all else ``NotConfigured``."""
 
 
 class Wrong(NamedTuple):
@@ -296,13 +302,10 @@ class _Look(Notes):
             )
         except PlaceNotAllowed as error:
             return Wrong("PlaceNotAllowed", str(error))
-        except PodProfileNotAllowed as error:
-            return Wrong("PodProfileNotAllowed", str(error))
-        except DoesNotFit as error:
-            # A run that is complete needs no GPU: what is in its place is asked first.
-            return None if job and self._may_be_complete(job) else Wrong("DoesNotFit", str(error))
         except ValueError as error:
-            return Wrong("NotConfigured", str(error))
+            # A run that is complete needs neither GPUs nor pods: what is in its place is asked first.
+            reason = _REASONS.get(type(error), "NotConfigured")
+            return None if job and self._may_be_complete(job) else Wrong(reason, str(error))
         if self._changes_wait:
             return None
         # Places that a group holds for nothing are given back; what somebody wishes comes first.

@@ -179,3 +179,17 @@ def test_a_complete_run_is_not_refused_for_the_memory_it_would_take() -> None:
     assert (state(found), found.actions) == ("Complete", ())
     not_there = decided(spec, memory=complete_was_read(first.memory, None))
     assert state(not_there) == "Failed"
+
+
+def test_a_complete_run_waits_for_no_profile_of_pods() -> None:
+    spec = manifest(compute={"gpusPerNode": 1, "podProfile": "gone"})
+    first = decided(spec)
+
+    assert len(questions(first)) == 1
+    assert (first.actions, first.status) == ((), None)
+    found = decided(spec, memory=complete_was_read(first.memory, COMPLETE))
+    assert (state(found), found.actions) == ("Complete", ())
+    not_there = decided(spec, memory=complete_was_read(first.memory, None))
+    assert not_there.actions == ()
+    assert not_there.status is not None
+    assert {item.reason for item in not_there.status.conditions if item.type == "Accepted"} == {"NotConfigured"}
