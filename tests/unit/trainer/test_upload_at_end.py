@@ -10,7 +10,7 @@ from sft_api.progress import Phase
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import HubStatus
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.errors import ConfigError, StopRequested, StorageFullError, StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, ConfigError, StopRequested, StorageFullError, StorageUnavailableError
 from sft_trainer.export.process import ExportError
 from sft_trainer.export.upload_at_end import UploadAtEnd, UploadProcess
 from sft_trainer.export.upload_beside import _bytes_read
@@ -113,6 +113,17 @@ def test_a_copy_that_is_known_is_not_made_again(config: TrainerConfig, tmp_path:
     export.put(HUB_RECORD, HubRecord.of(config.spec.export.hub, word, COPY).encoded())
     copy, _ = upload(config, tmp_path, Uploading(ConfigError("asked")))
     assert copy == COPY
+
+
+def test_a_bucket_that_hides_what_is_not_there_is_asked_no_more(
+    config: TrainerConfig, tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hidden(self: LocalStore, key: str, limit: int | None = None) -> bytes:
+        raise AccessDeniedError(f"{key}: AccessDenied")
+
+    monkeypatch.setattr(LocalStore, "read", hidden)
+    copy, reporter = upload(config, tmp_path, Uploading())
+    assert (copy, clock, reporter.progress.warnings) == (COPY, [0.0], [])
 
 
 def test_what_is_read_is_counted(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import READ_BLOCK, S3Settings, Store, check_key
-from sft_trainer.errors import ConfigError, StorageNotFoundError
+from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError
 from sft_trainer.fetch import check_free, disk_error
 
 from .hub import Head, Repository
@@ -44,7 +44,8 @@ def known_copy(hub: HubSpec, target: Store) -> HubStatus | None:
     """The copy of the export in ``target`` that ``hub`` asks for, where it is known to have been made."""
     try:
         return HubRecord.model_validate_json(target.read(HUB_RECORD)).copy_of(hub, target.read(EXPORT_RECORD))
-    except (StorageNotFoundError, ValidationError):
+    except (StorageNotFoundError, AccessDeniedError, ValidationError):
+        # Of what is not there some buckets say that it may not be read.
         return None
 
 
