@@ -236,6 +236,7 @@ VALUES = [
         "spec.checkpoint.uri",
         {"checkpoint": "{uri: hf://org/name}"},
         "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
+        "the hub holds no checkpoints, and of an export a copy: export.hub.repository",
     ),
     Bad(
         "endpoint without a scheme",
@@ -264,6 +265,15 @@ VALUES = [
             ("mine", "the organisation, or user, is missing"),
             ("datasets/org/mine", ""),
         )
+    ),
+    *(
+        Bad(
+            f"no name on the hub: {repository}",
+            "spec.export.hub.repository",
+            {"export": f"{{hub: {{repository: {repository}}}}}"},
+            "must have no -- and no .., and no -, . or .git at an end: the hub takes no such names",
+        )
+        for repository in ("org/my--model", "org/my..model", "org/mine.git", "org/mine-", "org-/mine")
     ),
     Bad(
         "branch with a space",

@@ -70,6 +70,7 @@ StorageUri = Annotated[
         r"^(s3://[^/]+(/.*)?|pvc://[^/]+/.+|file:///.+)$",
         "must be s3://bucket/prefix, pvc://claim/path or file:///absolute/path",
         *_PATHS,
+        NearMiss("^hf://", ("the hub holds no checkpoints, and of an export a copy: export.hub.repository",)),
     ),
     _ONE_NAME,
     _CLAIM_NAME,
@@ -77,6 +78,7 @@ StorageUri = Annotated[
 ]
 
 _REPOSITORY = "[A-Za-z0-9][-A-Za-z0-9_.]*/[A-Za-z0-9][-A-Za-z0-9_.]*"
+_NOT_ON_THE_HUB = "--|[.][.]|[-.]/|([-.]|[.]git)$"
 HubRepository = Annotated[
     str,
     Field(max_length=160),
@@ -89,6 +91,11 @@ HubRepository = Annotated[
         ),
         NearMiss(rf"^(hf://)?{_REPOSITORY}@[^/@]+$", ("the branch is export.hub.revision",)),
         NearMiss("^[A-Za-z0-9][-A-Za-z0-9_.]*$", ("the organisation, or user, is missing",)),
+    ),
+    Rule(
+        f"!self.matches('{_NOT_ON_THE_HUB}')",
+        "must have no -- and no .., and no -, . or .git at an end: the hub takes no such names",
+        lambda name: matches(_NOT_ON_THE_HUB, "").check(name) is False,
     ),
 ]
 HubBranch = Annotated[
