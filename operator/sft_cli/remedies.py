@@ -47,8 +47,9 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
     if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
         if (meant := _optimizer_meant(value)) is not None:
             return _did_you_mean(meant)
-        fields = schema_at(root, location).get("properties", {})
-        return f"; write {{uri: {json.dumps(value)}}}" if "uri" in fields else ""
+        schema = schema_at(root, location)
+        named = [name for name in ("uri", "repository") if name in schema.get("properties", {})]
+        return f"; write {{{named[0]}: {json.dumps(value)}}}" if named else ""
     return ""
 
 
@@ -156,6 +157,7 @@ _OTHER_NAMES = {
     "completiononlyloss": "data.trainOn",
     "trainoninputs": "data.trainOn",
     "optim": "training.optimizer",
+    "muon": "training.optimizer.type: muon",
     "usemuon": "training.optimizer.type: muon",
     "batchsize": "training.globalBatchSize",
     "trainbatchsize": "training.globalBatchSize",
@@ -203,6 +205,8 @@ _OTHER_NAMES = {
     "hubprivaterepo": "export.hub.private",
     "hubrevision": "export.hub.revision",
     "hubtoken": "model.tokenSecretRef",
+    "hftoken": "model.tokenSecretRef",
+    "token": "model.tokenSecretRef",
     "gradientclipping": "training.optimizer.maxGradNorm",
     "everyminutes": "checkpoint.everySeconds",
     "outputdir": "checkpoint.uri",
@@ -228,6 +232,12 @@ _OTHER_NAMES = {
     "sidecars": "compute.podProfile",
     "initcontainers": "compute.podProfile",
     "affinity": "compute.podProfile",
+    "nodeaffinity": "compute.podProfile",
+    "podaffinity": "compute.podProfile",
+    "podantiaffinity": "compute.podProfile",
+    "topologyspreadconstraints": "compute.podProfile",
+    "podspecoverrides": "compute.podProfile",
+    "podtemplateoverrides": "compute.podProfile",
     "resourceclaims": "compute.podProfile",
     "schedulername": "compute.podProfile",
     "securitycontext": "compute.podProfile",
@@ -275,7 +285,7 @@ _OTHER_NAMES = {
 _NAMES_HERE = {
     "path": ("uri",),
     # Of a data set the hub's library, and who takes it from there, calls its configuration so.
-    "name": ("uri", "subset"),
+    "name": ("uri", "subset", "repository"),
     "config": ("subset",),
     "configname": ("subset",),
     "nameorpath": ("uri",),
@@ -283,8 +293,10 @@ _NAMES_HERE = {
     "repo": ("uri", "repository"),
     "repoid": ("repository",),
     "modelid": ("repository",),
+    "uri": ("repository",),
     "branch": ("revision",),
     "visibility": ("private",),
+    "public": ("private",),
     "dataset": ("uri",),
     "type": ("format",),
     "ropescaling": ("rope_parameters",),
@@ -317,7 +329,7 @@ def meant_field(location: tuple[int | str, ...], root: Schema, value: Any = None
     if (outermost or not parents) and elsewhere:  # it lacks where it stands, or its indentation
         return _did_you_mean(*sorted(elsewhere, key=lambda path: path.count("."))[:3])
     if close := closest(name, [*beside, *(["metadata"] if outermost else [])]):
-        return _did_you_mean(close)
+        return _did_you_mean(close, *(elsewhere if len(elsewhere) == 1 and bare(close) != name else ()))
     if name in _NAMES_HERE and not outermost:
         return ""
     if not elsewhere and (outermost or not _OVERRIDES.isdisjoint(parents)):

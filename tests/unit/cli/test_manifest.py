@@ -157,6 +157,8 @@ SENTENCES = {
     '"muon"; did you mean spec.training.optimizer.type: muon?',
     "training: {use_muon: true}": "unknown field spec.training.use_muon; did you mean spec.training.optimizer.type: "
     "muon?",
+    "training: {optimizer: {muon: true}}": "unknown field spec.training.optimizer.muon; did you mean "
+    "spec.training.optimizer.type: muon?",
     "training: {momentum: 0.9}": "unknown field spec.training.momentum; did you mean spec.training.optimizer.momentum?",
     "training: {optimizer: {stateDtype: AdamW8bit}}": "spec.training.optimizer.stateDtype: must be one of fp32, bf16, "
     'int8, got "AdamW8bit"; did you mean int8?',
@@ -240,6 +242,15 @@ SENTENCES = {
     "export: {hub: {repository: org/mine, repo_id: org/mine}}": "unknown field spec.export.hub.repo_id; did you mean "
     "repository?",
     "export: {hub: {repository: org/mine, branch: v2}}": "unknown field spec.export.hub.branch; did you mean revision?",
+    "export: {hub: {repository: org/mine, name: mine}}": "unknown field spec.export.hub.name; did you mean repository?",
+    "export: {hub: {repository: org/mine, uri: hf://org/mine}}": "unknown field spec.export.hub.uri; did you mean "
+    "repository?",
+    "export: {hub: {repository: org/mine, public: true}}": "unknown field spec.export.hub.public; did you mean "
+    "private?",
+    "export: {hub: {repository: org/mine, token: hf_x}}": "unknown field spec.export.hub.token; did you mean "
+    "spec.model.tokenSecretRef?",
+    "export: {hub: org/mine}": 'spec.export.hub: must be a map of fields, got "org/mine"; write {repository: '
+    '"org/mine"}',
     "training: {hub_private_repo: true}": "unknown field spec.training.hub_private_repo; did you mean "
     "spec.export.hub.private?",
     "training: {num_train_epochs: 3}": "unknown field spec.training.num_train_epochs; did you mean "
@@ -316,7 +327,11 @@ SENTENCES = {
     "spec.compute.resources?",
     "compute: {runtimeRef: {name: torch}}": "unknown field spec.compute.runtimeRef; did you mean "
     "spec.compute.podProfile?",
-    "compute: {profile: h100}": "unknown field spec.compute.profile; did you mean podProfile?",
+    "compute: {profile: h100}": "unknown field spec.compute.profile; did you mean podProfile or "
+    "spec.monitoring.profile?",
+    "monitoring: {podProfile: h100}": "unknown field spec.monitoring.podProfile; did you mean profile or "
+    "spec.compute.podProfile?",
+    "compute: {nodeAffinity: {}}": "unknown field spec.compute.nodeAffinity; did you mean spec.compute.podProfile?",
     "checkpoint: {everyMinutes: 5}": "unknown field spec.checkpoint.everyMinutes; did you mean "
     "spec.checkpoint.everySeconds?",
     "model: {uri: 5}": "spec.model.uri: must be a string, got 5; put it in quotes",
