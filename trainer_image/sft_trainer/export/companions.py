@@ -189,7 +189,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
     sees = model.whole is not None and "vision_config" in model.whole.config.sub_configs
     task = "image-text-to-text" if sees else "text-generation"
     tags = "- sft\n- lora\n" if lora else "- sft\n"
-    rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
+    said = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {value} |" for key, value in said.items() if value is not None)
     sources = "\n".join(f"- `{source.uri}`" for source in config.spec.data.train)
     return (
         f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: {task}\ntags:\n{tags}"
