@@ -139,6 +139,7 @@ _SCALED_BY_ROOT = "lora.alpha: alpha times the root of the rank"
 
 _OTHER_NAMES = {
     "lr": "training.optimizer.learningRate",
+    "muonlr": "training.optimizer.learningRate",
     "learningrate": "training.optimizer.learningRate",
     "numtrainepochs": "training.epochs",
     "numepochs": "training.epochs",
@@ -202,10 +203,13 @@ _OTHER_NAMES = {
     "pushtohubmodelid": _REPOSITORY,
     "exporthubmodelid": _REPOSITORY,
     "repoid": _REPOSITORY,
+    "hubstrategy": "export.hub",
+    "hubalwayspush": "export.hub",
     "hubprivaterepo": "export.hub.private",
     "hubrevision": "export.hub.revision",
     "hubtoken": "model.tokenSecretRef",
     "hftoken": "model.tokenSecretRef",
+    "hfuseauthtoken": "model.tokenSecretRef",
     "token": "model.tokenSecretRef",
     "gradientclipping": "training.optimizer.maxGradNorm",
     "everyminutes": "checkpoint.everySeconds",

@@ -251,6 +251,8 @@ SENTENCES = {
     "spec.model.tokenSecretRef?",
     "export: {hub: org/mine}": 'spec.export.hub: must be a map of fields, got "org/mine"; write {repository: '
     '"org/mine"}',
+    "hub_strategy: end": "unknown field spec.hub_strategy; did you mean spec.export.hub?",
+    "hf_use_auth_token: true": "unknown field spec.hf_use_auth_token; did you mean spec.model.tokenSecretRef?",
     "training: {hub_private_repo: true}": "unknown field spec.training.hub_private_repo; did you mean "
     "spec.export.hub.private?",
     "training: {num_train_epochs: 3}": "unknown field spec.training.num_train_epochs; did you mean "
