@@ -2,6 +2,8 @@
 
 import json
 import logging
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,21 @@ def test_who_may_not_write_there_is_told_what_to_change(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE .* forbids asking the hub.*or leave export.hub out"):
         Repository(HUB, TOKEN).make_ready()
+
+
+def test_a_hub_that_takes_what_it_is_asked_and_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft_trainer.export.hub.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        # Who waits for longer is cut off, and told otherwise.
+        cut = threading.Timer(20.0, silent.close)
+        cut.start()
+        with pytest.raises(StorageUnavailableError, match=r"/org/mine: the hub does not answer .*ReadTimeout"):
+            Repository(HUB, TOKEN).make_ready()
+        cut.cancel()
+    # Files and commits may take long
+    assert huggingface_hub.get_session().timeout.read is None
 
 
 def test_only_a_whole_model_whose_files_are_known_is_uploaded(hub: UploadHub, tmp_path: Path) -> None:

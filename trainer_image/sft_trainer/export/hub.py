@@ -26,6 +26,8 @@ _CHANGED_MEANWHILE = (409, 412)
 """What the hub answers to a commit behind which the branch has moved."""
 _SIGNED = re.compile(r"(https?://[^\s?]+)\?[^\s'\"]*")
 _LOGIN = re.compile(r"(https?://)[^\s/@]+@")
+ANSWER_SECONDS = 60.0
+"""In which a hub says whether it may be written to; the library itself would wait forever."""
 _WHO_MAY_WRITE = "model.tokenSecretRef (HF_TOKEN with sft run) to a token that may write there"
 
 
@@ -63,7 +65,7 @@ class Repository:
         Raises AccessDeniedError where the token may not write there, ConfigError where the repository is not what was
         asked for, StorageUnavailableError where the hub does not answer.
         """
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import constants, get_session, get_token
 
         if constants.HF_HUB_OFFLINE:
             raise ConfigError(
@@ -72,8 +74,13 @@ class Repository:
             )
         if not (self._token or get_token()):
             raise AccessDeniedError(f"export.hub: nobody may write to {self.url} without a token: set {_WHO_MAY_WRITE}")
-        with _told(self.url):
-            self._make()
+        session = get_session()
+        unlimited, session.timeout = session.timeout, ANSWER_SECONDS
+        try:
+            with _told(self.url):
+                self._make()
+        finally:
+            session.timeout = unlimited
 
     def _make(self) -> None:
         from huggingface_hub.errors import HfHubHTTPError
@@ -86,7 +93,7 @@ class Repository:
             if error.response.status_code not in (401, 404):
                 raise
             self._api.create_repo(name, private=private is not False, exist_ok=True)
-        if private and self._api.model_info(name).private is False:
+        if private and self._api.model_info(name, timeout=ANSWER_SECONDS).private is False:
             raise ConfigError(
                 f"{self.url} is public, and export.hub.private is true: make it private there, name another "
                 "repository, or leave export.hub.private out"
