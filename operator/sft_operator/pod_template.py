@@ -5,6 +5,7 @@ whole. What is ours in a pod no template changes: who has one that would is told
 """
 
 from collections.abc import Iterable, Mapping
+from posixpath import normpath
 from typing import Any
 
 from pydantic import ValidationError
@@ -141,7 +142,8 @@ def _check_trainer(container: Template, path: str) -> None:
         except ValidationError as error:
             raise ValueError(f"{path}.env[{name}]: {error.errors()[0]['msg']}") from error
     for mount in container.get("volumeMounts", ()):
-        folder = mount["mountPath"].rstrip("/")
+        # As the kubelet reads it, however it is written.
+        folder = normpath(f"/{mount['mountPath'].strip('/')}")
         if folder in MOUNTS.values() or f"{folder}/".startswith(f"{CLAIMS_FOLDER}/"):
             raise ValueError(f"{path}.volumeMounts[{folder}]: the trainer has a volume of its own there")
     security = _object(container, "securityContext", path)

@@ -284,7 +284,10 @@ OURS = pod_of(PLAIN)
             )
             for mount in OURS["containers"][0]["volumeMounts"]
         ),
-        (of_trainer(volumeMounts=[{"name": "v", "mountPath": "/mnt/pvc/data"}]), "a volume of its own there"),
+        *(
+            (of_trainer(volumeMounts=[{"name": "v", "mountPath": path}]), "a volume of its own there")
+            for path in ("/mnt/pvc/data", "//run/sft", "/run/./sft", "run/sft", "/run//sft")
+        ),
         *(
             (of_trainer(**{name: "x"}), rf"containers\[trainer\]\.{name}: ")
             for name in OURS["containers"][0]
