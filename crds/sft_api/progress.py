@@ -238,6 +238,9 @@ class TerminationMessage(ReportModel):
     export_step: int | None = None
     """Of the checkpoint that was exported; None from trainers of before it was told: ``step``."""
     export_hub: HubStatus | None = None
+    warning: str = Field(default="", max_length=2000)
+    """The newest of a complete run, as much of it as there is room for: what is told at the end no report may have told
+    anybody."""
     curve_uri: str | None = Field(default=None, max_length=500)
     spent: SpentSeconds | None = None
     """As in ``Progress``."""

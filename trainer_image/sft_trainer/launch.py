@@ -179,10 +179,10 @@ def _termination_log() -> Path | None:
 def termination_json(end: TerminationMessage) -> str:
     """``end`` as JSON of at most 4096 bytes: words are cut where needed, incidents have the room that is left."""
     incidents, end = end.incidents, end.model_copy(update={"incidents": []})
-    if len(_as_json(end.model_copy(update={"message": ""})).encode()) > MAX_TERMINATION_BYTES:
+    if len(_as_json(end.model_copy(update={"message": "", "warning": ""})).encode()) > MAX_TERMINATION_BYTES:
         end = end.model_copy(update={"spent": None})
     text = _as_json(end)
-    for words in ("message", "stopped_early", "dummy_run"):
+    for words in ("warning", "message", "stopped_early", "dummy_run"):
         while (excess := len(text.encode()) - MAX_TERMINATION_BYTES) > 0 and (said := getattr(end, words)):
             # A character takes one to six bytes in JSON: cut the least that can be enough, and look again.
             end = end.model_copy(update={words: said[: max(0, len(said) - excess // 6 - 1)]})

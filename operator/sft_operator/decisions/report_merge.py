@@ -212,12 +212,16 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
     if words.export_uri:
         step = words.step if words.export_step is None else words.export_step
         export = ExportStatus(uri=words.export_uri, step=step, hub=words.export_hub)
+    # A report may have told it in full.
+    is_told = any(text.startswith(words.warning) for text in status.warnings)
+    warnings = status.warnings if is_told or not words.warning else with_told(status.warnings, [words.warning])
     return status.model_copy(
         update={
             "attempt": words.attempt,
             "progress": known.model_copy(update=update),
             "checkpoints": _with_checkpoints(status, words),
             "export": export,
+            "warnings": warnings,
         }
     )
 

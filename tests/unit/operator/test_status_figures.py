@@ -81,6 +81,24 @@ def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> Non
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 
 
+NOT_YET = "not uploaded to org/mine yet, it is tried again: it is away"
+
+
+@pytest.mark.parametrize("end", ["not uploaded to org/mine: tried for 1h", "uploaded to org/mine only after 5s: away"])
+@pytest.mark.parametrize("told", ["report", "last words", "both"])
+def test_what_became_of_an_upload_is_told_once_however_late(told: str, end: str) -> None:
+    cut = end[:30]
+    reported = [NOT_YET] if told == "last words" else [end]
+    before = status_of(running(report=report(training(60, warnings=[NOT_YET]))))
+    before = status_of(running(report=report(training(60, phase=Phase.COMPLETE, warnings=reported))), before)
+    last = words(None, 60, warning=end if told == "last words" else cut if told == "both" else "")
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=last)
+
+    status = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=(pod,)), before)
+
+    assert (status.state, status.warnings) == ("Complete", [end])
+
+
 @pytest.mark.parametrize("told", ["report", "last words"])
 def test_a_dummy_run_is_complete_with_what_it_measured(told: str) -> None:
     complete = training(5, phase=Phase.COMPLETE, total_steps=5, dummy_run="0.5 s a step")

@@ -17,6 +17,7 @@ from sft_trainer.supervisor.ledger import (
     Ledger,
     Retry,
     pause_seconds,
+    termination,
 )
 from sft_trainer.supervisor.protocol import Failure
 
@@ -336,3 +337,14 @@ def test_what_an_earlier_supervisor_wrote_down_is_told_once_and_before_ones_own(
 
     assert [incident.id for incident in book.incidents] == ["before-1", "run-1"]
     assert book.counts[FailureClass.WORKER_CRASHED] == 1, "the metric of this process"
+
+
+def test_last_words_of_a_complete_run_have_its_newest_warning_and_of_a_failed_one_their_room() -> None:
+    told = at(7).model_copy(update={"warnings": ["an older one", "not uploaded to org/mine: " + "é" * 2000]})
+
+    complete = termination(None, "the run is complete", told)
+
+    assert complete.warning.startswith("not uploaded to org/mine: é")
+    assert len(complete.warning.encode()) <= MESSAGE_BYTES
+    assert termination(FailureClass.HANG, "it hangs", told).warning == ""
+    assert termination(None, "the run is complete", at(7)).warning == ""

@@ -162,7 +162,9 @@ def test_the_termination_message_fits_whatever_it_says() -> None:
     )
     assert len(termination_json(longest).encode()) <= 4096
     for words in ("\x1b" * 500, "\N{PISTOL}" * 500):
-        complete = longest.model_copy(update={"failure": None, "message": "", "stopped_early": words})
+        complete = longest.model_copy(
+            update={"failure": None, "message": "", "stopped_early": words, "warning": "w" * 1000}
+        )
         assert len(termination_json(complete).encode()) <= 4096
         assert words[:100] in TerminationMessage.model_validate_json(termination_json(complete)).stopped_early
     read = TerminationMessage.model_validate_json(text)

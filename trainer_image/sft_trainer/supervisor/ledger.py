@@ -193,6 +193,8 @@ def termination(
         export_uri=_short(export_uri),
         export_step=training.export.step if training.export else None,
         export_hub=hub if hub and len(hub.url.encode()) <= 200 else None,
+        # In the room that the message of a failure has.
+        warning=_cut(training.warnings[-1]) if failure is None and training.warnings else "",
         curve_uri=_short(training.curve_uri),
     )
 
