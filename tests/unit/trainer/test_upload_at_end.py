@@ -14,6 +14,7 @@ from sft_trainer.errors import AccessDeniedError, ConfigError, StopRequested, St
 from sft_trainer.export.process import ExportError
 from sft_trainer.export.upload_at_end import UploadAtEnd, UploadProcess
 from sft_trainer.export.upload_beside import _bytes_read
+from sft_trainer.outage import Outage
 from sft_trainer.reporting import Reporter
 from tests.parity.runs import manifest, resolve
 
@@ -39,7 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Passes when somebody sleeps."""
     now = [0.0]
     monkeypatch.setattr("sft_trainer.export.upload_at_end.time.sleep", lambda seconds: now.append(now[-1] + seconds))
-    monkeypatch.setattr("sft_trainer.outage.time.monotonic", lambda: now[-1])
+    # Which it has from when it was defined on.
+    defaults = Outage.__init__.__kwdefaults__
+    assert defaults
+    monkeypatch.setitem(defaults, "clock", lambda: now[-1])
     return now
 
 
