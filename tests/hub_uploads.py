@@ -225,8 +225,9 @@ def _entry(path: str, content: bytes) -> dict[str, Any]:
 
 
 def _preuploaded(file: dict[str, Any], there: Mapping[str, bytes]) -> dict[str, Any]:
-    path = file["path"]
-    said = {"path": path, "uploadMode": "lfs" if _is_large(path) else "regular", "shouldIgnore": False}
+    path, ignored = file["path"], there.get(".gitignore", b"").decode().split()
+    mode = "lfs" if _is_large(path) else "regular"
+    said = {"path": path, "uploadMode": mode, "shouldIgnore": path in ignored}
     if path in there:
         content = there[path]
         said["oid"] = hashlib.sha256(content).hexdigest() if _is_large(path) else git_blob(content)

@@ -101,6 +101,29 @@ def test_files_of_a_bucket_are_on_this_machine_one_at_a_time(hub: UploadHub, tmp
     assert set(most) == {0}
 
 
+def test_what_a_server_wants_in_the_commit_itself_is_in_it_also_from_a_bucket(
+    hub: UploadHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.hub_uploads._is_large", lambda path: False)
+
+    upload(HUB, Bucket(export(tmp_path / "bucket")))  # type: ignore[arg-type]
+
+    files = hub.repositories["org/mine"].files()
+    assert {name: files[name] for name in WEIGHTS} == WEIGHTS
+
+
+@pytest.mark.parametrize("name", ["config.json", *WEIGHTS])
+def test_no_commit_is_made_that_would_lack_a_file(hub: UploadHub, tmp_path: Path, name: str) -> None:
+    # Given a repository in which files of that name are ignored
+    Repository(HUB, TOKEN).make_ready()
+    there = hub.repositories["org/mine"]
+    before = there.commit("main", {".gitignore": f"{name}\n".encode()})
+
+    with pytest.raises(ConfigError, match=rf"/org/mine: a .gitignore there leaves out {name}: remove it there"):
+        upload(HUB, export(tmp_path))
+    assert there.branches["main"] == before
+
+
 def test_what_is_there_is_neither_sent_nor_committed_again(hub: UploadHub, tmp_path: Path) -> None:
     store = export(tmp_path)
     copy = upload(HUB, store)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG
@@ -117,13 +118,20 @@ class Repository:
     def send(self, files: Mapping[str, str | bytes]) -> list[Any]:
         """The operations that add ``files``, by their names there: the content of each, or the path of a file.
 
-        What is large is sent now, where the hub does not have it yet, and may be removed here then.
+        What is large is sent now, where the hub does not have it yet, and may be removed here then. Raises ConfigError
+        for those that a .gitignore of the repository names: the commit would lack them, and nobody be told.
         """
         from huggingface_hub import CommitOperationAdd
 
         with _told(self.url):
             additions = [CommitOperationAdd(name, content) for name, content in files.items()]
             self._api.preupload_lfs_files(self._spec.repository, additions=additions, revision=self._spec.branch)
+            if ignored := [each.path_in_repo for each in additions if each._should_ignore]:
+                raise ConfigError(f"{self.url}: a .gitignore there leaves out {', '.join(ignored)}: remove it there")
+            for addition in additions:
+                # What the commit itself is to bring, as this server wants it, is still a path.
+                if isinstance(path := addition.path_or_fileobj, str):
+                    addition.path_or_fileobj = Path(path).read_bytes()
         return additions
 
     def commit(self, additions: Sequence[Any], head: Head, title: str, text: str) -> str:
