@@ -84,8 +84,8 @@ def index_that_is_nested_too_deeply(folder: Path, tensors: dict[str, torch.Tenso
     (folder / INDEX).write_text("[" * 100_000 + "]" * 100_000)
 
 
-def quantised(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    small = {name: t.to(torch.float8_e4m3fn) if t.ndim == 2 else t for name, t in tensors.items()}
+def quantised(folder: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> None:
+    small = {name: t.to(dtype) if t.ndim == 2 else t for name, t in tensors.items()}
     save_file(small, folder / "model.safetensors")
 
 
@@ -105,7 +105,8 @@ def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
         (index_of_an_absolute_path, r"names .*secret\.safetensors, which is not in the folder of the model"),
         (index_that_is_none, "is not an index of weights"),
         (index_that_is_nested_too_deeply, "is not an index of weights"),
-        (quantised, "stored as F8_E4M3: quantised weights cannot be trained"),
+        (partial(quantised, dtype=torch.float8_e4m3fn), "stored as F8_E4M3: no tensor of its scales is beside it"),
+        (partial(quantised, dtype=torch.int8), "stored as I8: such weights cannot be trained, give the model in bf16"),
         (one_tensor_short, r"lacks 1 of the \d+ tensors of the model, the first is 'model\.norm\.weight'"),
     ],
 )

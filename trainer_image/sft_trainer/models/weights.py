@@ -294,11 +294,10 @@ def _check_header(source: _Source) -> None:
     shape = tuple(source.stored.get_shape())
     if shape != source.shape:
         raise ModelError(f"tensor {source.name!r} has shape {shape} in the file, but {source.shape} in the config")
-    if source.stored.get_dtype() not in _TRAINABLE:
-        raise ModelError(
-            f"tensor {source.name!r} is stored as {source.stored.get_dtype()}: quantised weights cannot be trained, "
-            "give the model in bf16 or fp32"
-        )
+    dtype = source.stored.get_dtype()
+    if dtype not in _TRAINABLE:
+        why = "no tensor of its scales is beside it" if dtype == fp8.VALUES else "such weights cannot be trained"
+        raise ModelError(f"tensor {source.name!r} is stored as {dtype}: {why}, give the model in bf16 or fp32")
 
 
 def _nothing(dtype: torch.dtype) -> float | int | bool:
