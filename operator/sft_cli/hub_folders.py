@@ -4,6 +4,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+HUB_LOGINS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
+"""Variables of the environment by which it finds a token."""
+
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
     """The folder of what was downloaded from the hub."""

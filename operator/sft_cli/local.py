@@ -20,7 +20,7 @@ from sft_api.v1alpha1.megatron import WITH_THE_SAME_DATA_IN_WORDS, megatron_of
 from sft_api.v1alpha1.places import PLACE_RULES
 
 from .errors import UserError
-from .hub_folders import hub_token_file
+from .hub_folders import HUB_LOGINS, hub_token_file
 from .words import counted
 
 FILE_SCHEME = "file://"
@@ -277,7 +277,6 @@ def _no_megatron(spec: SFTJobSpec) -> Iterator[str]:
         yield f"spec.{MISSING}"
 
 
-_HUB_LOGINS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH")
 _AWS_LOGINS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_PROFILE",
@@ -302,7 +301,7 @@ def missing_logins(
         return uris is None or any(uri.startswith(scheme) for uri in uris)
 
     home = Path(environment.get("HOME") or "/")
-    hub_token = any(environment.get(name) for name in _HUB_LOGINS) or hub_token_file(environment).is_file()
+    hub_token = any(environment.get(name) for name in HUB_LOGINS) or hub_token_file(environment).is_file()
     if spec.model.token_secret_ref and asked("hf://") and not hub_token:
         yield (
             f"spec.model.tokenSecretRef: there is no cluster to read Secret {spec.model.token_secret_ref.name} from: "

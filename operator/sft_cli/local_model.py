@@ -20,7 +20,7 @@ from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
 from sft_api.v1alpha1.status import PlanStatus
 
-from .hub_folders import hub_cache
+from .hub_folders import HUB_LOGINS, hub_cache
 
 _FILE, _HUB = "file://", "hf://"
 
@@ -55,6 +55,18 @@ def profile_warning(spec: SFTJobSpec) -> str:
     return (
         f"compute.podProfile: {profile} is the platform's, so how large its GPUs are is not known here: give "
         "compute.gpuMemory (e.g. 80Gi) to see here, too, whether the model fits"
+    )
+
+
+def upload_warning(spec: SFTJobSpec) -> str:
+    """That pods have no token to upload with, of a job that names none and is not one of this machine; else empty."""
+    hub = spec.export.hub
+    named = spec.model.token_secret_ref is not None or any(each.name in HUB_LOGINS for each in spec.compute.env)
+    if hub is None or named or spec.training.dummy_run or spec.model.uri.startswith(_FILE):
+        return ""
+    return (
+        f"export.hub: on a cluster nobody may write to {hub.repository} without a token: name its Secret in "
+        "model.tokenSecretRef, unless the platform gives pods HF_TOKEN"
     )
 
 

@@ -19,6 +19,7 @@ from .local_model import (
     memory_warnings,
     model_shape,
     profile_warning,
+    upload_warning,
 )
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
@@ -52,7 +53,7 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
             *filter(None, [names_warning(measure_trained(job.spec), fit.refused), adapters_warning(job.spec, shape)]),
             *surprises(job.spec, shape),
             *memory_warnings(job.spec, fit, shape),
-            *filter(None, [profile_warning(job.spec)]),
+            *filter(None, [profile_warning(job.spec), upload_warning(job.spec)]),
         ]
         warnings += [f"{job.metadata.name}: {text}" for text in told]
         problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []

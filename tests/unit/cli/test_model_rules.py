@@ -132,3 +132,23 @@ def test_that_the_gpus_of_a_profile_are_not_known_here_is_said(
     assert ("compute.podProfile: h100 is the platform's" in words) is warned
     memory = make_plan(job(compute=compute).spec).memory
     assert ("which the profile h100 does not say here" in (memory.unknown if memory else "")) is warned
+
+
+@pytest.mark.parametrize(
+    ("parts", "warned"),
+    [
+        ({}, True),
+        ({"model": {"uri": "hf://org/model", "tokenSecretRef": {"name": "hub", "key": "token"}}}, False),
+        ({"compute": {"gpusPerNode": 0, "env": [{"name": "HF_TOKEN", "value": "hf_x"}]}}, False),
+        ({"training": {"dummyRun": {"steps": 3}}}, False),
+        ({"model": {"uri": "file:///models/mine"}}, False),
+        ({"export": {}}, False),
+    ],
+)
+def test_that_pods_have_no_token_to_upload_with_is_said(tmp_path: Path, parts: dict[str, Any], warned: bool) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(**{"export": {"hub": {"repository": "org/mine"}}, **parts})))
+
+    words = " ".join(verdict_on(path).warnings)
+
+    assert ("nobody may write to org/mine without a token: name its Secret in model.tokenSecretRef" in words) is warned
