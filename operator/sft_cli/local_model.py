@@ -14,6 +14,7 @@ from sft_api.model_config import LARGEST_SIZE, of_text, shape_of, uncounted, wro
 from sft_api.model_shape import ModelShape
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
+from sft_api.quantised_files import refused_by_config
 from sft_api.sequence_parallel import layers_problem
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
@@ -44,6 +45,7 @@ def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     problem = layers_problem(of_text(content).get("model_type"), spec.sequence_parallel)
     if megatron_of(spec) and content.get("model_type"):
         problem = config_problem(content)
+    problem = problem or refused_by_config(content)
     return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)
 
 

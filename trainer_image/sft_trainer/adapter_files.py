@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from sft_api.layers import linear_of
 from sft_api.model_config import shape_of
@@ -37,9 +38,14 @@ def read_adapters(
 def layers_by_config(model: Path, spec: SFTJobSpec) -> tuple[list[str], list[str]] | tuple[None, None]:
     """Full names of the linear layers of the model whose config.json is in the folder ``model``, and of those that
     ``spec`` means; None where the layers of its kind are not known without building it."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        shape = shape_of(config) if isinstance(config, dict) else None
-    except (OSError, ValueError, RecursionError):  # the run says what is wrong with it
-        shape = None
+    shape = shape_of(content_of_config(model))
     return (None, None) if shape is None else linear_of(shape, spec)
+
+
+def content_of_config(model: Path) -> dict[str, Any]:
+    """What the config.json in the folder ``model`` has; nothing where it cannot be read: the run says why."""
+    try:
+        content = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

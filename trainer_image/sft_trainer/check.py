@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from functools import cache
 
 from sft_api.progress import Phase
+from sft_api.quantised_files import refused_by_config
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
-from .adapter_files import layers_by_config, read_adapters
+from .adapter_files import content_of_config, layers_by_config, read_adapters
 from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
 from .checkpoint.catalog import Catalog
@@ -25,7 +26,7 @@ from .data.first_rows import check_first_rows
 from .data.held_out import Part, all_rows, trained_part
 from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
-from .errors import StorageUnavailableError, TrainingError
+from .errors import ModelError, StorageUnavailableError, TrainingError
 from .export.hub import Repository
 from .fetch import localise
 from .origin import Origin
@@ -82,9 +83,24 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
         except StorageUnavailableError as error:
             log.info("not looked at: %s", error)
     codec()
+    _look_at_model(config, s3, reporter)
     _look_at_hub(config, store, reporter)
     # What comes now is not for this process to tell.
     reporter.phase(Phase.STARTING)
+
+
+def _look_at_model(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> None:
+    """Whether its files have weights that are read, as far as its config.json says it."""
+    uri = config.spec.model.uri
+    reporter.phase(Phase.STARTING, f"looking at {uri}")
+    try:
+        # Its config is among what its tokenizer consists of.
+        folder = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+    except StorageUnavailableError as error:
+        log.info("not looked at: %s", error)
+        return
+    if refused := refused_by_config(content_of_config(folder)):
+        raise ModelError(refused)
 
 
 def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> None:

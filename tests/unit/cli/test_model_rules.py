@@ -152,3 +152,36 @@ def test_that_pods_have_no_token_to_upload_with_is_said(tmp_path: Path, parts: d
     words = " ".join(verdict_on(path).warnings)
 
     assert ("nobody may write to org/mine without a token: name its Secret in model.tokenSecretRef" in words) is warned
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4}},
+            "of type 'qwen3' with a quantization_config (quant_",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "(quant_method 'fp8', of which weights in FP8 are read, and not weight_block_size [64, 64])",
+        ),
+        (
+            {"text_config": {"model_type": "qwen3_5_text", "quantization_config": {"quant_method": "modelopt"}}},
+            "of type 'qwen3_5_text' with a quantization_config (quant_method 'modelopt')",
+        ),
+        ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, ""),
+        # Which types are published so the trainer knows.
+        ({"quantization_config": {"quant_method": "mxfp4"}}, ""),
+        ({"quantization_config": ["awq"], "text_config": 3}, ""),
+    ],
+)
+def test_a_model_whose_weights_are_quantised_otherwise_is_refused(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(manifest(model={"uri": f"file://{tmp_path}"}, compute={"gpusPerNode": 8})))
+
+    found = "\n".join(verdict_on(path).problems)
+
+    assert words in found if words else not found

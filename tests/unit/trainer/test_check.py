@@ -1,5 +1,7 @@
 """What is looked at before the imports, and what is left to the run."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,24 @@ def test_adapters_that_the_run_does_not_train_are_found_by_the_config_of_the_mod
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no adapter_model.safetensors"):
         look(job, tmp_path)
+
+
+def test_weights_that_are_quantised_otherwise_are_found_by_the_config_of_the_model(
+    job: dict[str, Any], tmp_path: Path, tiny_inputs: Any
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_inputs.model, model)
+    job["spec"]["model"]["uri"] = f"file://{model}"
+    content = json.loads((model / "config.json").read_text())
+
+    def asks_for(**fields: Any) -> None:
+        (model / "config.json").write_text(json.dumps({**content, "quantization_config": fields}))
+
+    asks_for(quant_method="awq", bits=4)
+    with pytest.raises(ModelError, match=r"quant_method 'awq'.* name a checkpoint in model.uri that is not quantised"):
+        look(job, tmp_path)
+    asks_for(quant_method="fp8", weight_block_size=[128, 128])
+    look(job, tmp_path)
 
 
 def test_who_may_not_upload_is_refused_before_the_first_attempt_and_not_after_it(

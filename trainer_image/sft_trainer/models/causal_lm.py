@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from sft_api.place import EXPORT_ADAPTER_CONFIG
+from sft_api.quantised_files import reading_of, refusal
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
 from sft_trainer.versions import build_of_class
 
-from . import fp8, llama4
+from . import llama4
 from .attention import IMPLEMENTATION, Boundaries, boundary_arguments, register
 from .documents_told import keep_documents_apart
 from .exchange import SharedTokens
@@ -309,20 +310,9 @@ def _reading_of(config: Any) -> str:
     if not given:
         return ""
     fields = given if isinstance(given, dict) else vars(given)
-    method, detail = fields.get("quant_method"), ""
-    reading = ""
-    if method == "mxfp4" and Names.of(config).packs:
-        reading = "mxfp4"
-    elif method in fp8.METHODS:
-        other = fp8.not_read(fields)
-        reading, detail = "" if other else "fp8", f", of which weights in FP8 are read, and not {other}"
+    reading = reading_of(fields, packs=Names.of(config).packs)
     if not reading:
-        raise ModelError(
-            f"a model of type {config.model_type!r} with a quantization_config (quant_method {method!r}{detail}) in "
-            "its config.json is not supported: it would be trained as a plain model, which is another one; name a "
-            "checkpoint in model.uri that is not quantised, or remove the field from config.json if the weights "
-            "beside it are plain (bf16, fp16, fp32)"
-        )
+        raise ModelError(refusal(config.model_type, fields))
     del config.quantization_config
     return reading
 

@@ -8,17 +8,14 @@ and are not read.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
+from sft_api.quantised_files import FP8_BLOCK as BLOCK
 from sft_trainer.errors import ModelError
 
-BLOCK = 128
-"""Rows, and columns, that share a scale where blocks do; the last block of either may have fewer."""
-METHODS = ("fp8", "compressed-tensors")
-"""What ``quant_method`` calls those that such files are published by."""
 DTYPE = "FP8"
 """What such a weight is stored as."""
 VALUES = "F8_E4M3"
@@ -28,46 +25,6 @@ _SCALES = ("_scale_inv", "_scale")
 _NOT_READ = ("activation_scale", ".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 """How the names end of what such files have besides, for servers."""
 _OF_SCALES = ("F32", "BF16")
-_STRATEGIES = ("tensor", "channel", "block")
-"""What compressed-tensors calls the ways in which values share a scale that are read."""
-
-
-def not_read(fields: Mapping[str, Any]) -> str:
-    """What of the ``quantization_config`` with these ``fields``, by one of ``METHODS``, is not read; empty for nothing.
-
-    How many values share a scale is seen in files; only that blocks have another size is not, for some shapes.
-    """
-    if fields["quant_method"] == "fp8":
-        return _other_blocks("weight_block_size", fields)
-    for name in ("transform_config", "sparsity_config"):
-        given = _fields_of(fields.get(name))
-        if given.get("config_groups") or given.get("format", "dense") != "dense":
-            return f"{name} {dict(given)}"
-    groups = _fields_of(fields.get("config_groups"))
-    if not groups:
-        return f"config_groups {fields.get('config_groups')!r}"
-    kinds = (_fields_of(_fields_of(group).get("weights")) for group in groups.values())
-    return next(filter(None, map(_other_kind, kinds)), "")
-
-
-def _other_kind(weights: Mapping[str, Any]) -> str:
-    """What of ``weights``, of a group of layers that compressed-tensors describes, is not read; empty for nothing."""
-    if not weights:
-        return ""
-    if (weights.get("type"), weights.get("num_bits"), weights.get("symmetric", True)) != ("float", 8, True):
-        even = "" if weights.get("symmetric", True) else " with zero points"
-        return f"weights of type {weights.get('type')!r} in {weights.get('num_bits')} bits{even}"
-    if weights.get("strategy") not in _STRATEGIES:
-        return f"weights with a scale for each {weights.get('strategy')!r}"
-    return _other_blocks("block_structure", weights)
-
-
-def _other_blocks(name: str, fields: Mapping[str, Any]) -> str:
-    return "" if fields.get(name) in (None, [BLOCK, BLOCK]) else f"{name} {fields[name]!r}"
-
-
-def _fields_of(given: Any) -> Mapping[str, Any]:
-    return given if isinstance(given, Mapping) else {}
 
 
 def with_scales(name: str, files: Collection[str]) -> tuple[str, ...]:
