@@ -40,7 +40,7 @@ def test_an_export_at_the_end_and_one_later_are_the_same(place: Place) -> None:
     assert ended.status["export"] == {"uri": f"file://{export}", "step": 3}
     at_end = content(export)
     card = at_end["README.md"].decode()
-    assert f"| evaluation loss | {ended.status['progress']['evalLoss']} |" in card
+    assert f"| evaluation loss | {ended.status['progress']['evalLoss']:.6g} |" in card
     (newest, *_) = sorted((place.store() / "checkpoints").iterdir(), reverse=True)
     digest = json.loads((newest / "manifest.json").read_text())["run"]["baseDigest"]
 
