@@ -32,13 +32,13 @@ def test_the_best_is_exported_and_with_another_word_the_last(place: Place) -> No
     losses = {step: record["evalLoss"] for step, record in step_numbers(place.store()).items()}
     best = min(losses, key=lambda step: losses[step])
     assert best < 6, losses
-    assert exported(ended, place) == (best, best, str(losses[best]))
+    assert exported(ended, place) == (best, best, f"{losses[best]:.6g}")
     assert ended.status["checkpoints"]["best"]["step"] == best
 
     # And who starts it again leaves it there, unless he asks for the last
     model = place.store() / "export" / "model.safetensors"
     before = model.stat().st_mtime_ns
-    assert exported(place.run(job), place) == (best, best, str(losses[best]))
+    assert exported(place.run(job), place) == (best, best, f"{losses[best]:.6g}")
     assert model.stat().st_mtime_ns == before
     job["spec"]["export"]["checkpoint"] = "last"
-    assert exported(place.run(job), place) == (6, 6, str(losses[6]))
+    assert exported(place.run(job), place) == (6, 6, f"{losses[6]:.6g}")
