@@ -424,6 +424,12 @@ def of_texts(whole: Any) -> Any:
     return whole
 
 
+def is_left_out(addition: Any) -> bool:
+    """Whether a commit of ``huggingface_hub`` would be made without this ``CommitOperationAdd``, which was looked at
+    before: a .gitignore in the repository names its file."""
+    return bool(addition._should_ignore)
+
+
 def passed_over(model: Any) -> list[str]:
     """Patterns, found anywhere in them, of names that files of the Hugging Face ``model`` may have, and it does not."""
     return [*(model._keys_to_ignore_on_load_unexpected or ())]

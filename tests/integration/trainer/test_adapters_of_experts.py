@@ -27,6 +27,7 @@ from sft_trainer.models.quantised import packed_weights
 from sft_trainer.preparation import _part_that_is_trained, prepare_model
 from sft_trainer.reporting import Reporter
 from sft_trainer.strategies.fsdp import FsdpStrategy
+from sft_trainer.versions import of_texts
 from tests import mxfp4
 from tests.adapters_of_peft import as_here, experts_of
 from tests.exports import export, exported, save
@@ -79,6 +80,11 @@ def assert_gradients_are(found: dict[str, torch.Tensor], wanted: dict[str, torch
         assert (found[name] - gradient).norm() <= 5e-6 * gradient.norm() + 1e-9, name
 
 
+def loaded(kind: Any, folder: Path) -> Any:
+    """The model in ``folder``, of the class ``kind``, as transformers computes it of texts."""
+    return of_texts(kind.from_pretrained(folder))
+
+
 @pytest.mark.parametrize("kind", PROVEN)
 def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind: str) -> None:
     from peft import PeftModel
@@ -86,13 +92,12 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     # Given adapters of which none is 0, of experts of another rank, and with what peft makes of their export
     folder = tmp_path / "model"
     reference = save_mixture(kind, folder)
-    load = type(reference).from_pretrained
     lora = {**EVERYTHING, "targetModules": [*NAMES.get(kind, ATTENTION), "experts"]}
     ours = filled(strategy(folder, lora))
     theirs = PeftModel.from_pretrained(
         reference, exports(ours, folder, lora, "adapter", tmp_path / "adapter"), is_trainable=True
     )
-    merged = load(exports(ours, folder, lora, "model", tmp_path / "merged"))
+    merged = loaded(type(reference), exports(ours, folder, lora, "model", tmp_path / "merged"))
 
     # When both compute the loss of bins, transformers document by document
     loss = ours.forward_backward(BINS, TRAINED)
@@ -102,7 +107,7 @@ def test_loss_gradients_and_both_exports_are_those_of_peft(tmp_path: Path, kind:
     # Then it is the same, that of the merged model too, and so are gradients
     torch.testing.assert_close(loss.float(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(their_loss(merged), expected, rtol=1e-6, atol=0)
-    assert (expected - their_loss(load(folder))).abs() > 1e-2
+    assert (expected - their_loss(loaded(type(reference), folder))).abs() > 1e-2
     experts, adapted = experts_of(merged), [FIRST.get(kind, "gate_up_proj"), "down_proj"]
     assert_gradients_are(
         gradients(ours),

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +257,16 @@ def test_broken_files_are_told_and_never_raise_anything_else(tmp_path: Path) -> 
         assert "adapter_config.json" in said()
 
 
+@pytest.fixture
+def usual_depth() -> Iterator[None]:
+    """How deep Python goes where no library has changed it, as some do in the process that they are imported in."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_depth")
 @pytest.mark.parametrize("field", ["r", "tomorrow", "peft_type", "init_lora_weights"])
 def test_what_is_nested_as_deep_as_can_be_read_is_told_too(tmp_path: Path, field: str) -> None:
     adapters_in(tmp_path, *Q_AND_V)

@@ -15,6 +15,7 @@ from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG
 from sft_api.v1alpha1 import HubSpec
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageUnavailableError, TrainingError
 from sft_trainer.fetch import FOR_GOOD, clean_token, disk_cause, disk_error, hub_endpoint, hub_words
+from sft_trainer.versions import is_left_out
 
 log = logging.getLogger("sft_trainer")
 
@@ -126,7 +127,7 @@ class Repository:
         with _told(self.url):
             additions = [CommitOperationAdd(name, content) for name, content in files.items()]
             self._api.preupload_lfs_files(self._spec.repository, additions=additions, revision=self._spec.branch)
-            if ignored := [each.path_in_repo for each in additions if each._should_ignore]:
+            if ignored := [each.path_in_repo for each in additions if is_left_out(each)]:
                 raise ConfigError(f"{self.url}: a .gitignore there leaves out {', '.join(ignored)}: remove it there")
             for addition in additions:
                 # What the commit itself is to bring, as this server wants it, is still a path.
