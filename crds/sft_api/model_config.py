@@ -1,7 +1,9 @@
-"""What a model's config.json says of its blocks, as a ``ModelShape``; or why no formula counts it. Pure."""
+"""What a model's config.json says of its blocks, as a ``ModelShape``; or why no formula counts it."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .families import FAMILIES, Family
@@ -51,6 +53,15 @@ _BIASED = ("mlp_bias", "use_bias", "conv_bias", "mamba_proj_bias", "projectors_b
 """Fields that say that linear layers beside attention have biases: the first two of an MLP."""
 _FLAT = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text"}
 """Types of several parts whose configs may have what they say of the text part among their own fields."""
+
+
+def content_of_config(folder: Path) -> dict[str, Any]:
+    """What the config.json in ``folder`` has; nothing where it cannot be read: a run says why."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:

@@ -1,16 +1,14 @@
 """What this machine knows of a job's model: its shape, by the config.json of a folder or of the hub's cache."""
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from sft_api.gpus import declared_gpu_memory
 from sft_api.known_models import known_shape
 from sft_api.layers import linear_of
 from sft_api.megatron import config_problem
 from sft_api.memory_plan import Fit, judge, staging_warning
-from sft_api.model_config import LARGEST_SIZE, of_text, shape_of, uncounted, wrong_sizes
+from sft_api.model_config import LARGEST_SIZE, content_of_config, of_text, shape_of, uncounted, wrong_sizes
 from sft_api.model_shape import ModelShape
 from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
@@ -29,19 +27,19 @@ _FILE, _HUB = "file://", "hf://"
 def model_shape(spec: SFTJobSpec) -> ModelShape | None:
     """The shape of the model of ``spec``: as its config says it, where that is here, or by the table; else None."""
     config = _config(spec.model.uri)
-    return known_shape(spec.model.uri) if config is None else shape_of(_content(config))
+    return known_shape(spec.model.uri) if config is None else shape_of(content_of_config(config.parent))
 
 
 def why_uncounted(spec: SFTJobSpec) -> str:
     """Why the model of ``spec`` has no shape although its config.json is here (``uncounted``); else empty."""
     config = _config(spec.model.uri)
-    return uncounted(_content(config)) if config is not None and config.is_file() else ""
+    return uncounted(content_of_config(config.parent)) if config is not None and config.is_file() else ""
 
 
 def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     """``judge``, and what it cannot see where the model's config.json is here, of a model without a shape."""
     config = _config(spec.model.uri)
-    content = {} if config is None else _content(config)
+    content = {} if config is None else content_of_config(config.parent)
     problem = layers_problem(of_text(content).get("model_type"), spec.sequence_parallel)
     if megatron_of(spec) and content.get("model_type"):
         problem = config_problem(content)
@@ -72,17 +70,9 @@ def upload_warning(spec: SFTJobSpec) -> str:
     )
 
 
-def _content(config: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # sft run says what is wrong with it
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _sizes_warning(uri: str) -> str:
     config = _config(uri)
-    wrong = {} if config is None else wrong_sizes(_content(config))
+    wrong = {} if config is None else wrong_sizes(content_of_config(config.parent))
     if not wrong:
         return ""
     from .live import shortened  # brings rich along, which other commands do without

@@ -1,12 +1,10 @@
 """Files of adapters that a run begins with (``lora.adapterUri``), judged without torch: for the look before it, too."""
 
-import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from sft_api.layers import linear_of
-from sft_api.model_config import shape_of
+from sft_api.model_config import content_of_config, shape_of
 from sft_api.peft_files import FIELD, AdapterFilesError, PeftFiles
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec
@@ -40,12 +38,3 @@ def layers_by_config(model: Path, spec: SFTJobSpec) -> tuple[list[str], list[str
     ``spec`` means; None where the layers of its kind are not known without building it."""
     shape = shape_of(content_of_config(model))
     return (None, None) if shape is None else linear_of(shape, spec)
-
-
-def content_of_config(model: Path) -> dict[str, Any]:
-    """What the config.json in the folder ``model`` has; nothing where it cannot be read: the run says why."""
-    try:
-        content = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

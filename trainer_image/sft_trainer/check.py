@@ -8,15 +8,17 @@ not answer, which may have been read by an earlier start.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 
+from sft_api.model_config import content_of_config
 from sft_api.progress import Phase
 from sft_api.quantised_files import refused_by_config
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import DataSource
 
-from .adapter_files import content_of_config, layers_by_config, read_adapters
+from .adapter_files import layers_by_config, read_adapters
 from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
 from .checkpoint.catalog import Catalog
@@ -38,6 +40,9 @@ from .revisions import pinned
 from .storage import check_storage, find_done
 
 log = logging.getLogger("sft_trainer")
+
+SmallFiles = Callable[[str], Path]
+"""The folder with the tokenizer and the config of the model at a URI, fetched once."""
 
 
 def check(config: TrainerConfig, reporter: Reporter) -> None:
@@ -61,8 +66,9 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     find_callbacks(config.spec.training.callbacks)
     config = pinned(config, recorded)
     spec = config.spec
-    _look_at_adapters(config, s3, reporter)
-    codec = cache(lambda: _codec(config, s3, reporter))
+    small_files = cache(lambda uri: localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer"))
+    _look_at_adapters(config, s3, reporter, small_files)
+    codec = cache(lambda: _codec(config, reporter, small_files))
     trained = trained_part(spec.data)
     sources: Sequence[tuple[DataSource, Part]] = [
         *((source, all_rows) for source in spec.data.eval),
@@ -83,19 +89,18 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
         except StorageUnavailableError as error:
             log.info("not looked at: %s", error)
     codec()
-    _look_at_model(config, s3, reporter)
+    _look_at_model(config, reporter, small_files)
     _look_at_hub(config, store, reporter)
     # What comes now is not for this process to tell.
     reporter.phase(Phase.STARTING)
 
 
-def _look_at_model(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> None:
+def _look_at_model(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -> None:
     """Whether its files have weights that are read, as far as its config.json says it."""
     uri = config.spec.model.uri
     reporter.phase(Phase.STARTING, f"looking at {uri}")
     try:
-        # Its config is among what its tokenizer consists of.
-        folder = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+        folder = small_files(uri)
     except StorageUnavailableError as error:
         log.info("not looked at: %s", error)
         return
@@ -103,7 +108,7 @@ def _look_at_model(config: TrainerConfig, s3: S3Settings, reporter: Reporter) ->
         raise ModelError(refused)
 
 
-def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> None:
+def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter, small_files: SmallFiles) -> None:
     """Whether adapters that the run begins with are those that it trains, as far as that shows without its model."""
     spec = config.spec
     if spec.lora is None or spec.lora.adapter_uri is None:
@@ -119,8 +124,7 @@ def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter)
             kind="adapter",
             on_progress=lambda got: reporter.alive(Phase.STARTING, f"looking at {uri}: {got / 2**20:.0f} MiB"),
         )
-        # Of the model what its tokenizer consists of, which its config is among.
-        model = localise(spec.model.uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+        model = small_files(spec.model.uri)
     except StorageUnavailableError as error:
         log.info("not looked at: %s", error)
         return
@@ -146,13 +150,13 @@ def _look_at_hub(config: TrainerConfig, store: Store, reporter: Reporter) -> Non
         log.warning("the export cannot be uploaded as it is now: %s", error)
 
 
-def _codec(config: TrainerConfig, s3: S3Settings, reporter: Reporter) -> Codec | None:
+def _codec(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -> Codec | None:
     """The chat template with its tokens; None where that takes more than reading the tokenizer's files."""
     model = config.spec.model
     uri = model.tokenizer_uri or model.uri
     reporter.phase(Phase.STARTING, f"looking at {uri}")
     try:
-        path = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
+        path = small_files(uri)
     except StorageUnavailableError as error:
         log.info("not looked at: %s", error)
         return None

@@ -85,14 +85,15 @@ class UploadAtEnd:
                 copy = self._copy()
             except StopRequested:
                 raise
-            except Exception as error:  # of whatever kind: it is no error of the run
-                if not isinstance(error, TrainingError) or isinstance(error, _FOR_GOOD):
-                    self._give_up(
-                        str(error) if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
-                    )
-                    return None
+            except _FOR_GOOD as error:
+                self._give_up(str(error))
+                return None
+            except TrainingError as error:
                 if not self._waits_for(error):
                     return None
+            except Exception as error:  # of whatever kind: it is no error of the run
+                self._give_up(f"{type(error).__name__}: {error}")
+                return None
             else:
                 self._tell_end()
                 self._reporter.say("uploaded to %s, branch %s, commit %s", copy.url, copy.revision, copy.commit)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sft_api.quantised_files import FP8_BLOCK as BLOCK
+from sft_api.quantised_files import FP8_BLOCK
 from sft_trainer.errors import ModelError
 
 DTYPE = "FP8"
@@ -53,8 +53,8 @@ class ScaledSlices:
             raise ModelError(
                 f"{name} of shape {self._shape} ({dtype}) and {name_of_scales} of shape {shape_of_scales} "
                 f"({dtype_of_scales}) are no weight in FP8: a matrix of {VALUES} must be, or one for each expert, and "
-                f"of {' or '.join(_OF_SCALES)} one scale, one for each row, or one for each block of {BLOCK} x "
-                f"{BLOCK}; give the model in bf16"
+                f"of {' or '.join(_OF_SCALES)} one scale, one for each row, or one for each block of {FP8_BLOCK} x "
+                f"{FP8_BLOCK}; give the model in bf16"
             )
         self._values, self._scales, self._steps = values, scales, steps
         self._one = math.prod(shape_of_scales) == 1
@@ -103,7 +103,7 @@ def _steps(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] |
     known: dict[tuple[int, ...], tuple[int, int]] = {
         (1, 1): (rows, columns),
         (rows, 1): (1, columns),
-        (-(-rows // BLOCK), -(-columns // BLOCK)): (BLOCK, BLOCK),
+        (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)): (FP8_BLOCK, FP8_BLOCK),
     }
     found = known.get(scales[len(experts) :])
     return None if found is None or list(scales[: len(experts)]) != experts else (*(1 for _ in experts), *found)
