@@ -337,6 +337,7 @@ WRONG = [
         "message 2 has role 'GPT'; known are system, user, assistant, tool; rename role 'GPT' to 'assistant'",
     ),
     ([{"role": "User", "content": "Hi"}], "; rename role 'User' to 'user'"),
+    ([{"role": "developer", "content": "Hi"}], "tool; rename role 'developer' to 'system'"),
     ([{"role": "narrator", "content": "Hi"}], "message 1 has role 'narrator'; known are system, user, assistant, tool"),
     (
         [{"from": "human", "value": "Hi"}],

@@ -33,6 +33,9 @@ _OTHER_ROLES = {
     **{role: role for role in ROLES},  # User
 }
 """Roles of other formats, and what they are called here."""
+_DEVELOPER = "developer"
+"""What newer models of OpenAI call the system's turn. Few templates know it, and some write any role as it is called,
+so that the model would read a word that it has never seen; that of gpt-oss makes the same of both."""
 _FLAG_KEYS = ("train", "weight")
 _TRAIN_DETAIL = "train_detail"
 """Of axolotl's rows: characters of a message that are trained, and those that are not."""
@@ -144,7 +147,7 @@ def _meant(turn: Mapping[str, Any]) -> str:
     if several := _several(turn):
         return several
     role = turn.get("role")
-    known = _OTHER_ROLES.get(role.lower(), role) if isinstance(role, str) else role
+    known = {**_OTHER_ROLES, _DEVELOPER: "system"}.get(role.lower(), role) if isinstance(role, str) else role
     return f"; rename role {role!r} to {known!r}" if known != role else ""
 
 
