@@ -90,7 +90,7 @@ def _lines(error: ErrorDetails) -> Iterator[str]:
     elif kind == "rule":
         for message, hint in error["ctx"]["said"]:
             # A rule on a scalar says only what that must be; one on the whole names fields that may stand far apart.
-            given = _given_of(message, value) if _is_compound(value) else f", got {_quote(value)}"
+            given = _given_of(message, location, value) if _is_compound(value) else f", got {_quote(value)}"
             meant = f"; {hint}{absolute_path(value)}" if hint else ""
             yield f"{path}: {message}{given}{meant}".removeprefix(": ")
     else:
@@ -113,18 +113,24 @@ def _expectation(error: ErrorDetails) -> str:
     return error["msg"]
 
 
-def _given_of(message: str, value: Any) -> str:
-    """The values that a block gives to those of its fields that ``message`` names, as the end of the message."""
+def _given_of(message: str, block: Location, value: Any) -> str:
+    """The values that ``block`` gives to those of its fields that ``message`` names, as the end of the message."""
     named = _PATH.findall(message)
     if "number of processes" in message:
         named += ["compute.nodes", "compute.gpusPerNode", "compute.processesPerNode"]
-    found = {path: _at(value, path) for path in named}
+    found = {path: _at(value, _below(block, path.split("."))) for path in named}
     told = [f"{path} {_quote(given)}" for path, given in found.items() if isinstance(given, str | int | float)]
     return f"; given: {', '.join(told)}" if told else ""
 
 
-def _at(value: Any, path: str) -> Any:
-    for part in path.split("."):
+def _below(block: Location, path: list[str]) -> list[str]:
+    """``path``, which messages begin at ``block`` or at one that it lies in, from ``block`` on."""
+    parents = next((count for count in range(len(path) - 1, 0, -1) if [*block[-count:]] == path[:count]), 0)
+    return path[parents:]
+
+
+def _at(value: Any, path: list[str]) -> Any:
+    for part in path:
         value = value.get(part) if isinstance(value, dict) else None
     return value
 

@@ -203,6 +203,8 @@ _OTHER_NAMES = {
     "pushtohubmodelid": _REPOSITORY,
     "exporthubmodelid": _REPOSITORY,
     "repoid": _REPOSITORY,
+    "export.name": _REPOSITORY,
+    "export.repo": _REPOSITORY,
     "hubstrategy": "export.hub",
     "hubalwayspush": "export.hub",
     "hubprivaterepo": "export.hub.private",
@@ -284,7 +286,8 @@ _OTHER_NAMES = {
     "bnb4bitcomputedtype": "training.precision",
     "loadin8bit": "lora.basePrecision",
 }
-"""What other tools call a field of ours, some with the value that is meant."""
+"""What other tools call a field of ours, some with the value that is meant; behind a dot what means it in that block
+alone."""
 
 _NAMES_HERE = {
     "path": ("uri",),
@@ -322,6 +325,8 @@ def meant_field(location: tuple[int | str, ...], root: Schema, value: Any = None
         return _did_you_mean(meant)
     *parents, last = location
     name = bare(str(last))
+    if (meant := _OTHER_NAMES.get(f"{''.join(map(str, parents[-1:]))}.{name}")) is not None:
+        return _did_you_mean(f"spec.{meant}")
     beside = schema_at(root, tuple(parents)).get("properties", {})
     if here := [field for field in _NAMES_HERE.get(name, ()) if field in beside]:
         return _did_you_mean(*here)

@@ -262,6 +262,7 @@ VALUES = [
             ("hf://org/mine", "did you mean org/mine?"),
             ("https://huggingface.co/org/mine", "did you mean org/mine?"),
             ("org/mine@v2", "the branch is export.hub.revision"),
+            ("https://huggingface.co/org/mine/tree/main", "the branch is export.hub.revision"),
             ("mine", "the organisation, or user, is missing"),
             ("datasets/org/mine", ""),
         )

@@ -89,7 +89,10 @@ HubRepository = Annotated[
             rf"^({_HUB.replace('.', '[.]')}|hf://){_REPOSITORY}$",
             ("did you mean ", Edited(replace=((_HUB, ""), ("hf://", ""))), "?"),
         ),
-        NearMiss(rf"^(hf://)?{_REPOSITORY}@[^/@]+$", ("the branch is export.hub.revision",)),
+        NearMiss(
+            rf"^({_HUB.replace('.', '[.]')}|hf://)?{_REPOSITORY}(@|/tree/)[^@]+$",
+            ("the branch is export.hub.revision",),
+        ),
         NearMiss("^[A-Za-z0-9][-A-Za-z0-9_.]*$", ("the organisation, or user, is missing",)),
     ),
     Rule(

@@ -105,6 +105,8 @@ _STORE = "s3://bucket/prefix, pvc://claim/path or file:///absolute/path"
 _MODEL = f"must be hf://org/name[@revision], {_STORE}"
 _ABSOLUTE = "only an absolute path says the same everywhere: file:///absolute/path"
 _BASE_PRECISION = "must be one of bf16, fp32, nf4, mxfp4"
+_REPOSITORY = "must be org/name, a repository for models on the hub"
+_BRANCH = "the branch is export.hub.revision"
 _QUANTITY = "must be a quantity such as 2, 500m or 64Gi"
 
 _SCHEDULES = (
@@ -112,7 +114,8 @@ _SCHEDULES = (
     "cosineWithRestarts"
 )
 SENTENCES = {
-    "training: {steps: 1, epochs: 1}": "spec.training: give training.steps or training.epochs, not both",
+    "training: {steps: 1, epochs: 1}": "spec.training: give training.steps or training.epochs, not both; given: "
+    "training.steps 1, training.epochs 1",
     "data: {train: [{uri: hf://org/rows}], maxlength: 5}": "unknown field spec.data.maxlength; did you mean maxLength?",
     "data: {train: [{uri: hf://org/rows}], max_length: 5}": "unknown field spec.data.max_length; did you mean "
     "maxLength?",
@@ -249,6 +252,14 @@ SENTENCES = {
     "private?",
     "export: {hub: {repository: org/mine, token: hf_x}}": "unknown field spec.export.hub.token; did you mean "
     "spec.model.tokenSecretRef?",
+    "export: {repo: org/mine}": "unknown field spec.export.repo; did you mean spec.export.hub.repository?",
+    "export: {name: org/mine}": "unknown field spec.export.name; did you mean spec.export.hub.repository?",
+    "export: {hub: {repository: https://huggingface.co/org/mine}}": f"spec.export.hub.repository: {_REPOSITORY}, got "
+    '"https://huggingface.co/org/mine"; did you mean org/mine?',
+    "export: {hub: {repository: hf://org/mine@v2}}": f"spec.export.hub.repository: {_REPOSITORY}, got "
+    f'"hf://org/mine@v2"; {_BRANCH}',
+    "export: {hub: {repository: https://huggingface.co/org/mine/tree/main}}": f"spec.export.hub.repository: "
+    f'{_REPOSITORY}, got "https://huggingface.co/org/mine/tree/main"; {_BRANCH}',
     "export: {hub: org/mine}": 'spec.export.hub: must be a map of fields, got "org/mine"; write {repository: '
     '"org/mine"}',
     "hub_strategy: end": "unknown field spec.hub_strategy; did you mean spec.export.hub?",
@@ -370,8 +381,9 @@ def test_all_faults_are_said_in_the_order_of_the_fields() -> None:
     text = job("training: {steps: 1, epochs: 1, globalBatchSize: 1, globalBatchTokens: 1}") + "  suspend: 1\n"
 
     assert problems(text) == [
-        "spec.training: give training.steps or training.epochs, not both",
-        "spec.training: give training.globalBatchSize or training.globalBatchTokens, not both",
+        "spec.training: give training.steps or training.epochs, not both; given: training.steps 1, training.epochs 1",
+        "spec.training: give training.globalBatchSize or training.globalBatchTokens, not both; given: "
+        "training.globalBatchSize 1, training.globalBatchTokens 1",
         "spec.suspend: must be true or false, got 1",
     ]
 
@@ -418,6 +430,19 @@ def test_a_rule_on_fields_far_apart_says_what_the_manifest_gives_them() -> None:
         assert problem.startswith("spec: training.globalBatchSize must be divisible by the number of processes")
         assert problem.endswith(f"; given: training.globalBatchSize 10{given}, compute.nodes 3")
     assert problems(job("checkpoint: {keep: {best: 1}}"))[0].endswith("evaluation loss; given: checkpoint.keep.best 1")
+
+
+def test_a_rule_of_a_block_says_what_that_gives_its_fields() -> None:
+    """Sentences name them from the block on, or from one around it."""
+    for block, given in {
+        "training: {optimizer: {momentum: 0.9}}": "optimizer.momentum 0.9",
+        "training: {optimizer: {type: muon, stateDtype: int8}}": 'optimizer.stateDtype "int8"',
+        "strategy: {fsdp: {reduceGradients: oncePerStep, reduceDtype: bf16}}": "strategy.fsdp.reduceGradients "
+        '"oncePerStep", strategy.fsdp.reduceDtype "bf16"',
+        "training: {evaluation: {everySteps: 2, everyEpochs: 1}}": "training.evaluation.everySteps 2, "
+        "training.evaluation.everyEpochs 1",
+    }.items():
+        assert problems(job(block))[0].endswith(f"; given: {given}")
 
 
 def test_a_block_that_lost_its_indentation_is_one_of_the_spec() -> None:
