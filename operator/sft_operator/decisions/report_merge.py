@@ -211,7 +211,9 @@ def _with_last_words(status: SFTJobStatus, words: TerminationMessage, time: date
     export = status.export
     if words.export_uri:
         step = words.step if words.export_step is None else words.export_step
-        export = ExportStatus(uri=words.export_uri, step=step, hub=words.export_hub)
+        # They have no room for a long address: a report may have told of the copy.
+        told = export.hub if export and (export.uri, export.step) == (words.export_uri, step) else None
+        export = ExportStatus(uri=words.export_uri, step=step, hub=words.export_hub or told)
     # A report may have told it in full.
     is_told = any(text.startswith(words.warning) for text in status.warnings)
     warnings = status.warnings if is_told or not words.warning else with_told(status.warnings, [words.warning])

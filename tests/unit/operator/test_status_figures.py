@@ -81,6 +81,19 @@ def test_a_run_that_was_stopped_early_is_complete_and_says_why(told: str) -> Non
     assert {item.reason for item in status.conditions if item.type == "Complete"} == {"StoppedEarly"}
 
 
+@pytest.mark.parametrize("step", [40, 60])
+def test_last_words_without_room_for_the_copy_on_the_hub_take_nothing_back_of_that_export(step: int) -> None:
+    copy = HubStatus(url=f"https://{'hub.' * 60}/org/mine", revision="main", commit="abc")
+    export = ExportStatus(uri="s3://b/model", step=40, hub=copy)
+    before = status_of(running(report=report(training(60, phase=Phase.COMPLETE, export=export))))
+    last = words(None, 60, total_steps=100, export_uri=export.uri, export_step=step)
+    pod = make_pod(0, phase="Succeeded", exit_code=0, words=last)
+
+    status = status_of(running(job=make_child(conditions={"Complete": ("", "")}), pods=(pod,)), before)
+
+    assert status.export == ExportStatus(uri=export.uri, step=step, hub=copy if step == 40 else None)
+
+
 NOT_YET = "not uploaded to org/mine yet, it is tried again: it is away"
 
 
