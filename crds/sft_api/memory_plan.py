@@ -138,14 +138,20 @@ def _where_counted(uri: str, uncounted: str) -> str:
     trainer = "the trainer counts the rest, and refuses what does not fit, before it loads a weight"
     if uncounted:
         return f"{trainer}: try it with training.dummyRun"
-    if not uri.startswith("hf://"):
+    if not (download := config_download(uri)):
         return trainer
-    name, _, revision = uri.removeprefix("hf://").partition("@")
-    at = f" --revision {revision}" if revision else ""
     return (
-        f"sft plan counts the rest where its config is (hf download {name} config.json{at}) and docs/memory.md has a "
-        f"formula for its type; {trainer}"
+        f"sft plan counts the rest where its config is ({download}) and docs/memory.md has a formula for its type; "
+        f"{trainer}"
     )
+
+
+def config_download(uri: str) -> str:
+    """The command that brings the config of the model ``uri`` to this machine; empty where that is not on the hub."""
+    if not uri.startswith("hf://"):
+        return ""
+    name, _, revision = uri.removeprefix("hf://").partition("@")
+    return f"hf download {name} config.json{f' --revision {revision}' if revision else ''}"
 
 
 def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:

@@ -7,7 +7,7 @@ import yaml
 
 from sft_api.failures import ExitCode
 from sft_api.gpus import declared_gpu_memory
-from sft_api.memory_plan import gibibytes
+from sft_api.memory_plan import config_download, gibibytes
 from sft_api.suggestions import Suggestion, suggestions
 from sft_api.v1alpha1.job import SFTJob
 
@@ -36,8 +36,9 @@ def show_suggestions(job: SFTJob, output: str) -> int:
                 f"{name}, {reason}: try a strategy with training.dummyRun; the trainer looks at the layers themselves, "
                 "and refuses what does not fit"
             )
+        fetch = config_download(spec.model.uri) or "with --set model.uri=file:///folder, one that has a copy of it"
         raise UserError(
-            f"{name}: fetch its config.json (hf download), which helps where docs/memory.md has a formula for its "
+            f"{name}: have its config.json here ({fetch}), which helps where docs/memory.md has a formula for its "
             "type, or name a model of the table there"
         )
     found = suggestions(spec, shape, gpu)

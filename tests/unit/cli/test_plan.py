@@ -579,7 +579,8 @@ def test_where_no_shape_fits_it_is_said_what_to_change(capsys: pytest.CaptureFix
     [
         ({"compute": {"gpusPerNode": 0}}, "set spec.compute.gpusPerNode"),
         ({"compute": {"gpusPerNode": 8}}, "set spec.compute.gpuMemory"),
-        ({"compute": {"gpuMemory": "80Gi"}, "model": {"uri": "s3://b/own"}}, "the layers of s3://b/own"),
+        ({"compute": {"gpuMemory": "80Gi"}, "model": {"uri": "s3://b/own"}}, "of s3://b/own: .* --set model.uri=file"),
+        ({"compute": {"gpuMemory": "80Gi"}, "model": {"uri": "hf://a/own"}}, "hf download a/own config.json"),
     ],
 )
 def test_nothing_is_suggested_without_a_model_and_a_gpu(sections: dict[str, Any], words: str) -> None:
