@@ -1,13 +1,14 @@
 """What is valid and may surprise, whatever the memory. Pure.
 
 Examples longer than a model's positions, steps that a run does not come to, a warm-up of all steps, tokens or matrices
-over several nodes, stages that wait, what needs GPUs without any.
+over several nodes, stages that wait, what needs GPUs without any, an optimizer with nothing to do.
 """
 
 from collections import defaultdict
 from itertools import pairwise
 from typing import Any, Literal
 
+from .layers import trained_in_matrices_of_blocks
 from .megatron import across_nodes_warning, idle_warning, no_gpu_warning
 from .model_shape import ModelShape
 from .numbers import one_spelling
@@ -32,6 +33,7 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         across_nodes_warning(spec),
         no_gpu_warning(spec, shape),
         idle_warning(spec, make_plan(spec)) if megatron_of(spec) else "",
+        _muon_warning(spec, shape),
         _export_warning(spec),
         _evaluation_warning(spec),
         _held_out_warning(spec),
@@ -72,6 +74,16 @@ def _original_warning(spec: SFTJobSpec, positions: int | None) -> str:
         "model.configOverrides.rope_parameters.original_max_position_embeddings is "
         f"{original}, and the model has {positions} positions (max_position_embeddings): the trainer refuses that; say "
         f"{positions}, or less"
+    )
+
+
+def _muon_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
+    if not spec.training.optimizer.is_muon or shape is None or trained_in_matrices_of_blocks(shape, spec):
+        return ""
+    named = ", ".join(spec.training.trainable_modules or ())
+    return (
+        f"training.optimizer.type is muon, and training.trainableModules ({named}) names no matrix of a layer, which "
+        "it is for: all is trained by AdamW; set the type to adamw, or name layers"
     )
 
 

@@ -51,6 +51,18 @@ def test_lengths_of_the_table_belong_to_models_that_it_has() -> None:
     assert {*names} <= {*known_configs()}
 
 
+def test_muon_without_a_matrix_of_a_layer_is_warned_of() -> None:
+    def warned(*modules: str, **parts: Any) -> list[str]:
+        trained = {"trainableModules": [*modules]} if modules else {}
+        return said(training={"optimizer": {"type": "muon"}, **trained}, **parts)
+
+    (warning,) = warned("lm_head", "norm")
+    assert warning.startswith("training.optimizer.type is muon, and training.trainableModules (lm_head, norm) names no")
+    assert warned() == warned("lm_head", "mlp.down_proj") == warned("lm_head", lora={}) == []
+    # What an unknown model has nobody knows here
+    assert warned("lm_head", uri="s3://models/own") == []
+
+
 def test_tokens_that_are_shared_out_over_nodes_are_warned_of() -> None:
     def warned(degree: int) -> list[str]:
         compute = {"nodes": 2, "gpusPerNode": 4}
