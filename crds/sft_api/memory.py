@@ -207,11 +207,10 @@ def estimate_of(sizes: Sizes, kinds: Mapping[BlockMemory, int], spec: SFTJobSpec
     block, root, parameters = gathered_bytes(sizes, spec, plan)
     whole = not reshards(spec, plan)
     blocks = parameters - root if whole else 2 * block
-    fsdp = spec.strategy.fsdp if spec.strategy else None
     # A gradient in the dtype of the computation, and the same in that in which it is summed over the processes: where
     # there are none it is added to what stays.
     shared = copies and not holds_copies(spec, plan, plan.processes)
-    summed = BYTES[fsdp.reduce_dtype if fsdp else "fp32"] if shared else 0
+    summed = BYTES[spec.fsdp.reduce_dtype] if shared else 0
 
     on_its_way = 0
     if offloads(spec):
@@ -323,8 +322,7 @@ def offloaded_bytes(trained: int, in_smaller: int, frozen: int, spec: SFTJobSpec
     if not offloads(spec):
         return 0
     processes = spec.compute.processes
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    replicas = processes // ((fsdp.shard_degree if fsdp else None) or processes)
+    replicas = processes // (spec.fsdp.shard_degree or processes)
     held = 2 * _trained_bytes(spec) * trained + moment_bytes(trained, in_smaller, spec)
     held += _bytes(frozen, packed, _base_bytes(spec, spec.precision), spec.quantised)
     return ceil(replicas * held / spec.compute.nodes)
@@ -332,12 +330,12 @@ def offloaded_bytes(trained: int, in_smaller: int, frozen: int, spec: SFTJobSpec
 
 def offloads(spec: SFTJobSpec) -> bool:
     """Whether weights, gradients and moments are held in host memory."""
-    return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.cpu_offload)
+    return spec.fsdp.cpu_offload
 
 
 def sums_in_bf16(spec: SFTJobSpec) -> bool:
     """Whether gradients are summed over the processes in bf16."""
-    return bool(spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.reduce_dtype == "bf16")
+    return spec.fsdp.reduce_dtype == "bf16"
 
 
 def keeps_whole_gradients(plan: PlanStatus) -> bool:
@@ -356,8 +354,7 @@ def casts_sums(spec: SFTJobSpec, plan: PlanStatus) -> bool:
 
 def reshards(spec: SFTJobSpec, plan: PlanStatus) -> bool:
     """Whether a layer's gathered weights are freed after its forward pass: as ``spec`` says, else as ``plan`` does."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    given = fsdp.reshard_after_forward if fsdp else None
+    given = spec.fsdp.reshard_after_forward
     return plan.reshard_after_forward if given is None else given
 
 

@@ -32,7 +32,7 @@ from .sequence_parallel import heads_problem, layers_problem, possible
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.lora import LoraSpec
 from .v1alpha1.megatron import megatron_of
-from .v1alpha1.runtime import FsdpSpec, StrategySpec
+from .v1alpha1.runtime import StrategySpec
 from .v1alpha1.status import MemoryStatus, PlanStatus
 
 REFUSED_SHARE = 1.1
@@ -221,7 +221,7 @@ def fits_a_node(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, gp
     if spec.compute.effective_processes_per_node % spec.sequence_parallel:
         return False
     within = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
-    if spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.reduce_gradients == "oncePerStep":
+    if spec.fsdp.reduce_gradients == "oncePerStep":
         # What the plan leaves open of it follows from what is decided here.
         within = within.model_copy(update={"reduce_gradients": "oncePerStep"})
     return estimate(shape, spec, within).total <= WARNED_SHARE * gpu
@@ -426,7 +426,7 @@ def _changes(
 ) -> Iterator[tuple[str, SFTJobSpec, PlanStatus]]:
     """In words, as a spec and as its plan: only what of them decides about memory is right."""
     shares = plan.model_copy(update={"reduce_gradients": "everyMicroBatch", "reshard_after_forward": True})
-    given = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
+    given = spec.fsdp
     if keeps_whole_gradients(plan):
         yield (
             "strategy.fsdp.reduceGradients: everyMicroBatch",
@@ -528,8 +528,7 @@ def _longer_sequence(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | Non
 
 def _shared(spec: SFTJobSpec, plan: PlanStatus, degree: int) -> tuple[SFTJobSpec, PlanStatus]:
     """With tokens of a micro-batch shared out to ``degree`` processes."""
-    fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
-    strategy = StrategySpec(fsdp=fsdp.model_copy(update={"sequence_parallel_degree": degree}))
+    strategy = StrategySpec(fsdp=spec.fsdp.model_copy(update={"sequence_parallel_degree": degree}))
     shared, shares = spec.model_copy(update={"strategy": strategy}), plan.processes // degree
     # Fewer shares of a step have more micro-batches each, between which whole gradients may be held.
     return shared, with_batch_of(shared, plan.model_copy(update={"sequence_parallel": degree, "data_parallel": shares}))
@@ -539,9 +538,9 @@ def _over(spec: SFTJobSpec, plan: PlanStatus, processes: int) -> tuple[str, SFTJ
     """Over more ``processes``, all of which share a copy; in words with what else of ``spec`` would keep them from
     it: a degree of fewer, or a step too small to be shared out to them."""
     shares, training, besides = plan.data_parallel * processes // plan.processes, spec.training, list[str]()
-    if spec.strategy and spec.strategy.fsdp and spec.strategy.fsdp.shard_degree is not None:
+    if spec.fsdp.shard_degree is not None:
         besides.append(f"strategy.fsdp.shardDegree: {processes}")
-        fsdp = spec.strategy.fsdp.model_copy(update={"shard_degree": processes})
+        fsdp = spec.fsdp.model_copy(update={"shard_degree": processes})
         spec = spec.model_copy(update={"strategy": StrategySpec(fsdp=fsdp)})
     each = training.max_tokens_per_micro_batch or spec.data.max_length
     if training.global_batch_size is not None and training.global_batch_size % (shares * training.micro_batch_size):

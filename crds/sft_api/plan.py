@@ -56,7 +56,7 @@ def make_plan(
     shares, batch = processes // spec.processes_a_share, batch_of(spec)
     training = spec.training
     steps = training.dummy_run.steps if training.dummy_run else training.steps
-    fsdp, megatron = (spec.strategy.fsdp, spec.strategy.megatron) if spec.strategy else (None, None)
+    megatron = megatron_of(spec)
 
     plan = Plan(
         processes=processes,
@@ -65,7 +65,7 @@ def make_plan(
         tensor_parallel=megatron.tensor_parallel_degree if megatron else 1,
         pipeline_parallel=megatron.pipeline_parallel_degree if megatron else 1,
         expert_parallel=megatron.expert_parallel_degree if megatron else 1,
-        shard_degree=(fsdp.shard_degree if fsdp else None) or processes,
+        shard_degree=spec.fsdp.shard_degree or processes,
         precision=spec.precision,
         compile=_compiles(spec, known_shape(spec.model.uri)),
         learning_rate=training.optimizer.learning_rate
@@ -78,7 +78,7 @@ def make_plan(
         epochs=None if steps else (training.epochs or 1),
     )
     gpu, known = declared_gpu_memory(spec) or gpu_memory, known_shape(spec.model.uri)
-    if processes == declared and (fsdp is None or fsdp.shard_degree is None) and fits_a_node(spec, plan, known, gpu):
+    if processes == declared and spec.fsdp.shard_degree is None and fits_a_node(spec, plan, known, gpu):
         plan = plan.model_copy(update={"shard_degree": spec.compute.effective_processes_per_node})
     plan = with_traffic(spec, plan, known, gpu)
     memory = memory_status(spec, plan, shape or known, gpu, uncounted)
@@ -88,10 +88,9 @@ def make_plan(
 def as_asked(plan: Plan, spec: SFTJobSpec) -> Plan:
     """``plan`` with what one of before it said what becomes of layers means: that they are compiled, and kept gathered
     after their forward pass, where ``spec`` asks for it."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
     asked = {
         "compile": spec.training.compile is True,
-        "reshard_after_forward": fsdp is None or fsdp.reshard_after_forward is not False,
+        "reshard_after_forward": spec.fsdp.reshard_after_forward is not False,
     }
     untold = {field: value for field, value in asked.items() if field not in plan.model_fields_set}
     return plan.model_copy(update=untold) if untold else plan

@@ -128,8 +128,7 @@ def _shape(given: dict[str, Any], shape: ModelShape, gpu: int, strategy: dict[st
 
 
 def _fsdp(spec: SFTJobSpec, shape: ModelShape) -> Iterator[_Tried]:
-    given = spec.strategy.fsdp if spec.strategy else None
-    kept = given.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True) if given else {}
+    kept = spec.fsdp.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_unset=True)
     here = spec.compute.effective_processes_per_node
     for degree in sorted(divisors(spec.compute.processes), key=lambda degree: (here % degree > 0, degree)):
         if possible(shape.heads, shape.kv_heads, degree) and not layers_problem(shape.kind, degree):

@@ -9,7 +9,6 @@ from .memory import computes_with_copies, estimate, gathered_bytes, micro_batch_
 from .model_shape import ModelShape
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
-from .v1alpha1.runtime import FsdpSpec
 from .v1alpha1.status import PlanStatus
 
 FILLED_SHARE = 0.8
@@ -33,7 +32,7 @@ def with_traffic(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None, g
     """
     if megatron_of(spec) is not None:
         return plan
-    fsdp = (spec.strategy and spec.strategy.fsdp) or FsdpSpec()
+    fsdp = spec.fsdp
     sums_once, keeps = fsdp.reduce_gradients == "oncePerStep", fsdp.reshard_after_forward is False
     least = _with(plan, keeps, sums_once)
     may_sum_once = fsdp.reduce_gradients == "auto" and _has_sums_to_spare(spec, plan)

@@ -65,8 +65,7 @@ def _dummy(dummy: DummyRunSpec) -> list[Decision]:
 def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     compute = spec.compute
     device = "GPU" if compute.gpus_per_node else "CPU"
-    fsdp, megatron = spec.strategy.fsdp if spec.strategy else None, megatron_of(spec)
-    sharded = fsdp is not None and fsdp.shard_degree is not None
+    megatron, sharded = megatron_of(spec), spec.fsdp.shard_degree is not None
     together = counted(plan.sequence_parallel, "process")
     field = "megatron.contextParallelDegree" if megatron else "fsdp.sequenceParallelDegree"
     shared = Decision("tokens shared by", together, Origin.GIVEN, f"strategy.{field}")
@@ -102,8 +101,7 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     """How long layers' weights stay gathered, where it is asked for or longer than for one pass."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    given = fsdp is not None and fsdp.reshard_after_forward is not None
+    given = spec.fsdp.reshard_after_forward is not None
     if plan.reshard_after_forward:
         value, why = "gathered for each pass", "freed between forward and backward"
     else:
@@ -116,8 +114,7 @@ def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
 
 def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     """How often gradients are summed, where it is asked for or not after each micro-batch."""
-    fsdp = spec.strategy.fsdp if spec.strategy else None
-    given = fsdp is not None and fsdp.reduce_gradients != "auto"
+    given = spec.fsdp.reduce_gradients != "auto"
     if plan.reduce_gradients == "oncePerStep":
         value, why = "summed once a step", "each process adds up its micro-batches before"
     else:
@@ -419,12 +416,12 @@ def _balance(spec: SFTJobSpec) -> list[Decision]:
 
 def _for_memory(spec: SFTJobSpec) -> list[Decision]:
     """What was chosen to take less memory than the defaults do."""
-    training, fsdp = spec.training, spec.strategy.fsdp if spec.strategy else None
+    training = spec.training
     chosen = [
         ("activations", training.activation_checkpointing, "none", "training.activationCheckpointing"),
         ("weights", training.held_dtype, "fp32", "training.parameterDtype"),
         ("moments", training.optimizer.state_dtype, "fp32", "training.optimizer.stateDtype"),
-        ("sums of gradients", fsdp.reduce_dtype if fsdp else "fp32", "fp32", "strategy.fsdp.reduceDtype"),
+        ("sums of gradients", spec.fsdp.reduce_dtype, "fp32", "strategy.fsdp.reduceDtype"),
     ]
     return [Decision(name, value, Origin.GIVEN, field) for name, value, usual, field in chosen if value != usual]
 

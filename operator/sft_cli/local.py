@@ -252,10 +252,9 @@ def _missing_gpus(spec: SFTJobSpec, processes: int, gpus: int) -> Iterator[str]:
 
 
 def _odd_shards(spec: SFTJobSpec, processes: int) -> Iterator[str]:
-    fsdp = spec.strategy.fsdp if spec.strategy else None
     megatron = megatron_of(spec)
     degrees = [
-        ("fsdp.shardDegree", fsdp and fsdp.shard_degree),
+        ("fsdp.shardDegree", spec.fsdp.shard_degree),
         ("fsdp.sequenceParallelDegree", spec.sequence_parallel),
     ]
     if megatron is not None:

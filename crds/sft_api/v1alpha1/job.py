@@ -11,7 +11,7 @@ from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_
 from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
-from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, RunPolicy, StrategySpec
+from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, FsdpSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
 from .words import does_not_divide
 from .workload import ModelSpec, TrainingSpec
@@ -63,6 +63,7 @@ _SHARE = (
 )
 
 
+_FSDP = FsdpSpec()
 _HELD_IN_FP32 = "!has(self.training.parameterDtype) || self.training.parameterDtype == 'fp32'"
 _EVALUATES = "((has(self.data.eval) && size(self.data.eval) > 0) || has(self.data.heldOut))"
 _OVERRIDES = "self.model.configOverrides"
@@ -184,13 +185,8 @@ class SFTJobSpec(ApiModel):
             "!has(self.strategy) || !has(self.strategy.fsdp) || !has(self.strategy.fsdp.shardDegree) || "
             f"({_PROCESSES}) % self.strategy.fsdp.shardDegree == 0",
             "strategy.fsdp.shardDegree must divide the number of processes (compute.nodes x processes per node)",
-            lambda self: (
-                self.strategy is None
-                or self.strategy.fsdp is None
-                or self.strategy.fsdp.shard_degree is None
-                or self.compute.processes % self.strategy.fsdp.shard_degree == 0
-            ),
-            remedy=lambda self: does_not_divide(self.strategy.fsdp.shard_degree, self.compute.processes, "processes"),
+            lambda self: self.fsdp.shard_degree is None or self.compute.processes % self.fsdp.shard_degree == 0,
+            remedy=lambda self: does_not_divide(self.fsdp.shard_degree, self.compute.processes, "processes"),
         ),
         Rule(
             "!has(self.monitoring.memorySnapshot) || self.compute.gpusPerNode > 0",
@@ -209,12 +205,7 @@ class SFTJobSpec(ApiModel):
             "self.strategy.fsdp.shardDegree % self.strategy.fsdp.sequenceParallelDegree == 0",
             "strategy.fsdp.shardDegree must be a multiple of strategy.fsdp.sequenceParallelDegree: processes that "
             "share tokens share a copy of the model",
-            lambda self: (
-                self.strategy is None
-                or self.strategy.fsdp is None
-                or self.strategy.fsdp.shard_degree is None
-                or self.strategy.fsdp.shard_degree % self.sequence_parallel == 0
-            ),
+            lambda self: self.fsdp.shard_degree is None or self.fsdp.shard_degree % self.sequence_parallel == 0,
         ),
         Rule(
             f"{_NO_ATTENTION_DROPOUT} || !has(self.training.compile) || !self.training.compile",
@@ -249,12 +240,7 @@ class SFTJobSpec(ApiModel):
             "!has(self.strategy.fsdp) || !self.strategy.fsdp.cpuOffload",
             "training.optimizer.type: muon multiplies matrices, and strategy.fsdp.cpuOffload has updates made by the "
             "host's processors, which would take minutes for each: leave one of them out",
-            lambda self: (
-                not self.training.optimizer.is_muon
-                or self.strategy is None
-                or self.strategy.fsdp is None
-                or not self.strategy.fsdp.cpu_offload
-            ),
+            lambda self: not self.training.optimizer.is_muon or not self.fsdp.cpu_offload,
         ),
         Rule(
             f"!has({_OVERRIDES}) || !has({_OVERRIDES}.max_position_embeddings) || "
@@ -357,9 +343,14 @@ class SFTJobSpec(ApiModel):
     )
 
     @property
+    def fsdp(self) -> FsdpSpec:
+        """``strategy.fsdp``; with its defaults where nothing is said of it, as with Megatron."""
+        return (self.strategy and self.strategy.fsdp) or _FSDP
+
+    @property
     def sequence_parallel(self) -> int:
         """Processes that share the tokens of a micro-batch, by FSDP."""
-        return self.strategy.fsdp.sequence_parallel_degree if self.strategy and self.strategy.fsdp else 1
+        return self.fsdp.sequence_parallel_degree
 
     @property
     def precision(self) -> Literal["bf16", "fp32"]:
