@@ -66,7 +66,7 @@ def _place_of(job: SFTJob, working_folder: Path) -> str:
     """
     if job.spec.checkpoint.uri is not None:
         return job.spec.checkpoint.uri.rstrip("/")
-    latest = job.status.checkpoints.latest if job.status.checkpoints else None
+    latest = job.status.latest_checkpoint
     if latest is not None and (saved := run_place(latest.uri)):
         return saved
     if not job.metadata.uid:

@@ -6,7 +6,7 @@ from sft_api.failures import FailureClass
 from sft_api.goodput import CAUSES
 from sft_api.report import duration
 from sft_api.v1alpha1 import SFTJob, SFTJobSpec
-from sft_api.v1alpha1.status import CheckpointStatus, ProgressStatus, SFTJobStatus
+from sft_api.v1alpha1.status import ProgressStatus, SFTJobStatus
 
 from .ending import Ending, advice
 from .local import FILE_SCHEME
@@ -129,7 +129,7 @@ def _model(status: SFTJobStatus) -> str:
         of = f", of step {status.export.step}" if status.export.step < last else ""
         copy = f", and in {status.export.hub.url}" if status.export.hub is not None else ""
         return f"{place(status.export.uri)}{of}{copy}"
-    latest = _latest(status)
+    latest = status.latest_checkpoint
     saved = f"; the last checkpoint is {place(latest.uri)}" if latest else ""
     return f"none was exported{saved}"
 
@@ -147,23 +147,23 @@ def _use(status: SFTJobStatus, spec: SFTJobSpec) -> str:
     if status.export is not None:
         adapters = spec.lora is not None and not spec.export.merge_adapter
         return f"load {'these adapters with peft' if adapters else 'it with from_pretrained'}; "
-    return "sft export with this manifest makes a model of it; " if _latest(status) else ""
+    return "sft export with this manifest makes a model of it; " if status.latest_checkpoint else ""
 
 
 def _checkpoint(status: SFTJobStatus) -> str:
-    latest = _latest(status)
+    latest = status.latest_checkpoint
     return f"step {latest.step}, {place(latest.uri)}" if latest else "none was written in this run"
 
 
 def _anew(status: SFTJobStatus, resume_policy: str) -> str:
     """What becomes of checkpoints where a run never goes on; empty where it does, or there are none."""
-    if resume_policy != "never" or _latest(status) is None:
+    if resume_policy != "never" or status.latest_checkpoint is None:
         return ""
     return " With checkpoint.resume.policy never it begins anew, and takes the place of what is saved."
 
 
 def _goes_on(status: SFTJobStatus, resume_policy: str) -> str:
-    latest = _latest(status)
+    latest = status.latest_checkpoint
     if latest is not None and resume_policy == "never":
         return (
             "begins anew, and takes the place of what is saved (checkpoint.resume.policy is never; with auto "
@@ -174,10 +174,6 @@ def _goes_on(status: SFTJobStatus, resume_policy: str) -> str:
     if status.progress is not None and status.progress.step:
         return "starts from the model"
     return "goes on from the newest checkpoint, or starts from the model where there is none"  # none was looked for yet
-
-
-def _latest(status: SFTJobStatus) -> CheckpointStatus | None:
-    return status.checkpoints.latest if status.checkpoints else None
 
 
 def place(uri: str) -> str:

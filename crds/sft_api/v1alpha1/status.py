@@ -313,3 +313,12 @@ class SFTJobStatus(ApiModel):
     start_time: Timestamp | None = Field(default=None, description="When the job was first accepted.")
     first_step_time: Timestamp | None = Field(default=None, description="When the first step was reported.")
     completion_time: Timestamp | None = Field(default=None, description="When the job was complete or failed.")
+
+    def condition(self, kind: str, status: str | None = None) -> Condition | None:
+        """The condition of that type; where a ``status`` is given only if it has that."""
+        return next((item for item in self.conditions if item.type == kind and status in (None, item.status)), None)
+
+    @property
+    def latest_checkpoint(self) -> CheckpointStatus | None:
+        """The one that a restart would go on from."""
+        return self.checkpoints.latest if self.checkpoints else None

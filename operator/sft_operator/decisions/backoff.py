@@ -102,7 +102,7 @@ def _is_in_time(pod: Pod, restarts: RestartsStatus) -> bool:
 def _hurriable(observed: Observed, now: datetime) -> list[Pod]:
     """Lost pods that wait, though what ended them does not lie in the run."""
     child = observed.job
-    if child is None or child.suspended or child.deleting or child.complete or child.failed:
+    if child is None or not child.runs:
         return []
     return [pod for left, pod in _waiting(observed, now) if left > _WORTH_SECONDS and _may_be_hurried(pod)]
 

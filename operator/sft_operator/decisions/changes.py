@@ -58,12 +58,6 @@ def has_just_ended(status: SFTJobStatus, now: datetime) -> bool:
     return completed is not None and is_finished(status) and now - completed < LOOK_BACK
 
 
-def goes_on(observed: Observed) -> bool:
-    """Whether the Job would run pods still."""
-    child = observed.job
-    return child is not None and not (child.deleting or child.complete or child.failed)
-
-
 def plan_changes(job: SFTJob, status: SFTJobStatus, observed: Observed, settings: Settings) -> Changes:
     """The changes for ``job``, whose last written status is ``status``.
 
@@ -93,9 +87,9 @@ def change_job(terms: Terms, status: SFTJobStatus, observed: Observed) -> Change
     if child is None or child.deleting:
         return Changes()
     # A Job with limits per index keeps its pods' finalizers, and they keep a namespace that is going.
-    if observed.namespace_terminating or (is_finished(status) and goes_on(observed)):
+    if observed.namespace_terminating or (is_finished(status) and child.goes_on):
         return Changes(delete_job=True)
-    if not goes_on(observed):
+    if not child.goes_on:
         return Changes()
     patch = job_patch(terms, child, observed.queueing)
     if spec := _changed_size(terms, child):
@@ -131,7 +125,7 @@ def run_places(
         config = trainer_config(job, store)
     except ValueError:
         return None, None
-    latest = status.checkpoints.latest if status.checkpoints else None
+    latest = status.latest_checkpoint
     saved = run_place(latest.uri) if latest and job.spec.checkpoint.uri is None else None
     return saved or config.checkpoint_uri, config.export_uri
 

@@ -117,7 +117,7 @@ def half_placed_since(observed: Observed) -> datetime | None:
     The clock stands still while an image is pulled or a volume is bound, and begins anew with a node that is ordered.
     """
     child = observed.job
-    if child is None or child.suspended or child.deleting or child.complete or child.failed:
+    if child is None or not child.runs:
         return None
     live = [pod for pod in observed.active_pods if pod.deletion is None]
     placed, waiting = [pod for pod in live if pod.node], [pod for pod in live if pod.unplaced]
@@ -216,7 +216,7 @@ def take_turn(
 ) -> Turn:
     """Give the places back, begin anew elsewhere, try again, or forget that it ever had to."""
     child = observed.job
-    if child is None or child.deleting or child.complete or child.failed:
+    if child is None or not child.goes_on:
         return Turn()
     release = release_of(child)
     if child.suspended:

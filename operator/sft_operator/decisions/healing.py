@@ -38,7 +38,7 @@ def plan_healing(
     healing = memory.healing
     if healing is None or healing.job_uid != job.uid:
         # Another operator made it: not all of those in the same moment, but what it told must not be taken back.
-        told = any(item.type == "Stalled" and item.status == "True" for item in previous.conditions)
+        told = previous.condition("Stalled", "True") is not None
         healing = Healing(job.uid, clock + (0.0 if told else pause * spread(job.uid)), state)
     if state == "Recovering" and healing.state != state:  # it was interrupted
         due = clock

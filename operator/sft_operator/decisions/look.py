@@ -17,7 +17,7 @@ from ..picture.memory import changed
 from ..picture.observed import Observed
 from .avoidance import renew_job
 from .backoff import seconds_to_next_word, waits_to_end
-from .changes import change_job, goes_on, has_just_ended, is_finished, plan_changes, time_to_live
+from .changes import change_job, has_just_ended, is_finished, plan_changes, time_to_live
 from .deletion import (
     Removal,
     asks_removal,
@@ -229,8 +229,8 @@ class _Look(Notes):
         if has_just_ended(previous, self._now):
             job, terms = self._read_spec()
             self._read_store(terms, job)
-        if goes_on(observed) and observed.job:
-            self._delete("Job", observed.job.name, observed.job.uid)
+        if (child := observed.job) and child.goes_on:
+            self._delete("Job", child.name, child.uid)
         left = time_to_live(self._manifest, previous, self._now)
         if any(isinstance(action, SetFinalizers) for action in self._actions):
             self._look_in(DELETE_AGAIN_SECONDS)  # what is to be removed with it would be lost, were that refused
@@ -344,7 +344,7 @@ class _Look(Notes):
     def _heal(self, terms: Terms) -> None:
         """Look now and then, and when a run was interrupted, whether a living Job still has all that its pods need."""
         job = self._observed.job
-        if job is None or not goes_on(self._observed) or self._observed.namespace_terminating:
+        if job is None or not job.goes_on or self._observed.namespace_terminating:
             self._remember(healing=None)
             return
         rarely = self._settings.resync_seconds

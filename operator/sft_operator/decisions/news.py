@@ -60,8 +60,7 @@ def news(before: SFTJobStatus, after: SFTJobStatus) -> list[News]:
         if (each.uuid, each.since) not in known_as_slow
     ]
     told += [News("Warning", "TrainerWarning", text) for text in after.warnings if text not in before.warnings]
-    problem = next((item for item in after.conditions if item.type == "Stalled" and item.status == "True"), None)
-    known = next((item for item in before.conditions if item.type == "Stalled" and item.status == "True"), None)
+    known, problem = (status.condition("Stalled", "True") for status in (before, after))
     if after.state and after.state != before.state and not _is_passed(before, after):
         kind: Literal["Normal", "Warning"] = "Warning" if problem else "Normal"
         told.append(News(kind, after.state, after.message or _SENTENCES.get(after.state, after.state)))
@@ -98,8 +97,7 @@ def _is_passed(before: SFTJobStatus, after: SFTJobStatus) -> bool:
 
 def _goes_on_from(before: SFTJobStatus, after: SFTJobStatus) -> CheckpointStatus | None:
     """The checkpoint of an earlier attempt that a job begins with: the first one that is known of it."""
-    known = before.checkpoints.latest if before.checkpoints else None
-    latest = after.checkpoints.latest if after.checkpoints else None
+    known, latest = before.latest_checkpoint, after.latest_checkpoint
     return latest if known is None and latest is not None and latest.attempt < after.attempt else None
 
 

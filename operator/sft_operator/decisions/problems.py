@@ -100,7 +100,7 @@ def find_problem(observed: Observed, *, pods_wanted: int, profile: str = "") -> 
 def wants_events(observed: Observed, *, pods_wanted: int, now: datetime) -> list[str]:
     """Uids of the Job and pods whose events may say why nothing moves; empty when all is well."""
     job = observed.job
-    if job is None or job.suspended or job.deleting or job.complete or job.failed:
+    if job is None or not job.runs:
         return []
     if any(pod.phase == "Succeeded" for pod in observed.pods):
         return []  # the run is complete: pods leave one by one, and none is missing

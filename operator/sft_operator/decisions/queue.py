@@ -56,7 +56,7 @@ _TAKEN = re.compile(r"insufficient unused quota for \S+ in flavor ([^\s,]+)")
 
 def asks_kueue(terms: Terms, child: ChildJob, *, half_placed: bool = False) -> bool:
     """Whether what Kueue says matters now: of what runs as it should, and of what nobody else holds, it does not."""
-    if child.deleting or child.complete or child.failed:
+    if not child.goes_on:
         return False
     if terms.suspend or (half_placed and child.queue is not None):
         return True
@@ -200,10 +200,8 @@ def held_back(previous: SFTJobStatus, observed: Observed) -> Problem:
 
 def _stalled_before(previous: SFTJobStatus) -> bool:
     """A restart of the operator is no reason to hope anew."""
-    return any(
-        item.type == "Stalled" and item.status == "True" and item.reason == "QueueUnavailable"
-        for item in previous.conditions
-    )
+    stalled = previous.condition("Stalled", "True")
+    return stalled is not None and stalled.reason == "QueueUnavailable"
 
 
 def _in_queue(child: ChildJob, queueing: Queueing, stalled_before: bool) -> Problem:
@@ -274,7 +272,8 @@ def is_left_deactivated(previous: SFTJobStatus) -> bool:
     Kueue may delete the Job of what it has stopped at a limit. Made anew it would have a new Workload, for which all
     limits begin at zero.
     """
-    return any(item.type == "Running" and item.reason == DEACTIVATED for item in previous.conditions)
+    running = previous.condition("Running")
+    return running is not None and running.reason == DEACTIVATED
 
 
 def stays_deactivated(previous: SFTJobStatus, observed: Observed) -> Problem | None:
@@ -302,9 +301,9 @@ def left_deactivated_words(previous: SFTJobStatus) -> str:
 
 def _told_why(previous: SFTJobStatus) -> str:
     """Why it was deactivated, without advice and what was told behind that, which is told anew where it holds still."""
-    told = next((item.message for item in previous.conditions if item.type == "Running"), "")
+    running = previous.condition("Running")
     for advice in (_SET_ACTIVE, _RESUME):
-        why, found, _ = told.partition(advice)
+        why, found, _ = (running.message if running else "").partition(advice)
         if found:
             return why
     return "its Workload was deactivated"  # what its Job was refused meanwhile stands there instead

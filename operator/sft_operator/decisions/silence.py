@@ -26,7 +26,7 @@ OUT_OF_SIGHT = frozenset({SUPERVISOR_SILENT, NODE_UNREACHABLE})
 def silent_since(known: Mapping[str, float], observed: Observed, *, clock: float) -> dict[str, float]:
     """Since when each pod has been seen with a silent supervisor, by uid; ``known`` as of the look before."""
     child = observed.job
-    if child is None or child.suspended or child.deleting or child.complete or child.failed:
+    if child is None or not child.runs:
         return {}
     return {pod.uid: known.get(pod.uid, clock) for pod in observed.pods if pod.silent and not _reports(pod, observed)}
 

@@ -161,7 +161,7 @@ def _find(
 def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: datetime) -> str:
     """What went wrong last, while nothing has run since; else empty."""
     happened = parse_time(restarts.last_time)
-    running = next((item for item in previous.conditions if item.type == "Running"), None)
+    running = previous.condition("Running")
     if happened is None or running is None:
         return ""
     stopped = parse_time(running.last_transition_time) if running.status == "False" else now
@@ -174,7 +174,7 @@ def _why_not_running(previous: SFTJobStatus, restarts: RestartsStatus, now: date
 def last_words_missing(observed: Observed, now: datetime) -> bool:
     """Whether the Job has ended and the ends of its pods, which are watched apart, have not been seen yet."""
     child = observed.job
-    ended = (child.complete or child.failed) if child else None
+    ended = child.ended if child else None
     if child is None or ended is None:
         return False
     when = ended.time or child.completed
@@ -218,7 +218,7 @@ def seconds_to_complete(observed: Observed, now: datetime) -> float | None:
 
 def has_ended(observed: Observed) -> bool:
     """Whether the Job will run no more pods."""
-    return observed.job is not None and bool(observed.job.complete or observed.job.failed)
+    return observed.job is not None and observed.job.ended is not None
 
 
 def _suspended(previous: SFTJobStatus, child: ChildJob | None, observed: Observed) -> Situation:
@@ -350,7 +350,7 @@ def _silent(previous: SFTJobStatus, state: State, observed: Observed, now: datet
     if in_vain and any(time is not None and now - time > FRESH for time in ready):
         message = f"the supervisor of index 0 does not answer; can the operator reach pods on port {PROGRESS_PORT}?"
         return Situation(state, UNHEARD, message)
-    stood = next((item for item in previous.conditions if item.type == "Running"), None)
+    stood = previous.condition("Running")
     if previous.state == state and stood and stood.reason in _PHASES:
         return Situation(state, stood.reason, _without_added(stood.message, observed))
     if state == "Running":

@@ -106,7 +106,7 @@ def follow(
         return previous.model_copy(update={"observed_generation": terms.generation})
     told = merge_last_words(merge_report(previous, observed), observed)
     status = merge_complete(merge_stored(told, observed), observed)
-    latest = status.checkpoints.latest if status.checkpoints else None
+    latest = status.latest_checkpoint
     restarts = count_restarts(
         status.restarts or RestartsStatus(),
         observed,
@@ -164,7 +164,7 @@ def completed_status(previous: SFTJobStatus, observed: Observed, generation: int
 def _as_it_ended(status: SFTJobStatus, now: datetime) -> SFTJobStatus:
     """``status`` without what was said since: what a retry waited for that was taken back, or that the operator failed
     over the job."""
-    end = next((item for item in status.conditions if item.type == status.state and item.status == "True"), None)
+    end = status.condition(status.state or "", "True")
     if end is None:
         return status
     failed = end.type == "Failed"
@@ -181,7 +181,7 @@ def retried_status(terms: Terms, previous: SFTJobStatus, word: str, now: datetim
     """
     restarts = previous.restarts or RestartsStatus()
     how = ", and takes its place over from who trains there" if word.endswith(TAKE_OVER_ENDING) else ""
-    known = previous.checkpoints.latest if previous.checkpoints else None
+    known = previous.latest_checkpoint
     which = f", that of step {known.step} as far as is known" if known else " if there is one"
     situation = Situation("Preparing", "Retried", f"begins again, from the newest checkpoint{which}{how}")
     update = {
@@ -228,7 +228,7 @@ def refused_status(
     ]
     if is_left_deactivated(previous):
         # Else it would be made again once its spec can be run.
-        others[0] = next(item for item in previous.conditions if item.type == "Running")
+        others[0] = previous.condition("Running") or others[0]
     return previous.model_copy(
         update={
             "state": "Failed",
@@ -260,7 +260,7 @@ def _steps_at_risk(status: SFTJobStatus, state: State | None, began_at: int) -> 
         return None
     if state == "Complete":
         return 0
-    latest = status.checkpoints.latest if status.checkpoints else None
+    latest = status.latest_checkpoint
     return max(0, status.progress.step - (latest.step if latest else began_at))
 
 
@@ -270,8 +270,7 @@ def _began_at(previous: SFTJobStatus, status: SFTJobStatus, observed: Observed) 
     told = observed.report.progress.training if observed.report else None
     if told and told.attempt == status.attempt and told.step:
         return told.resumed_from_step or 0
-    known = previous.checkpoints.latest if previous.checkpoints else None
-    if known or previous.progress is None or previous.steps_at_risk is None:
+    if previous.latest_checkpoint or previous.progress is None or previous.steps_at_risk is None:
         return 0
     return previous.progress.step - previous.steps_at_risk
 
@@ -307,7 +306,7 @@ def _condition(
     now: datetime,
 ) -> Condition:
     status: Literal["True", "False"] = "True" if holds else "False"
-    before = next((item for item in previous.conditions if item.type == kind), None)
+    before = previous.condition(kind)
     unchanged = before is not None and before.status == status
     told = (reason[:256], message[:8192], generation)
     if before is not None and unchanged and (before.reason, before.message, before.observed_generation) == told:

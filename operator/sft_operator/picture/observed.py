@@ -353,6 +353,21 @@ class ChildJob:
         return self.suspended and self._holds("Suspended") is not None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it would run pods still."""
+        return not (self.deleting or self.ended)
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is to run pods now."""
+        return self.goes_on and not self.suspended
+
+    @property
+    def ended(self) -> Condition | None:
+        """The condition by which it will run no more pods."""
+        return self.complete or self.failed
+
+    @property
     def complete(self) -> Condition | None:
         """Its condition Complete, when it holds."""
         return self._holds("Complete")
