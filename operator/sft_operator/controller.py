@@ -16,7 +16,7 @@ from sft_api.v1alpha1 import API_VERSION, KIND
 from . import server
 from .cluster import kopf_process
 from .cluster.asking import Asking
-from .cluster.client import ApiError, Cluster, ConfigError, connect
+from .cluster.client import REQUEST_ERRORS, UNREACHABLE, ApiError, Cluster, ConfigError, connect
 from .cluster.informer import Informer
 from .cluster.leadership import Leadership
 from .cluster.progress_client import ProgressClient
@@ -185,7 +185,7 @@ class Operator:
                 if not error.passing:
                     raise ConfigError(f"{KIND}s cannot be listed: {error.message}") from error
                 logger.warning("the API server cannot answer now: %s", error)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except UNREACHABLE as error:
                 logger.warning("the API server cannot be reached: %s", error)
             else:
                 return
@@ -211,7 +211,7 @@ class Operator:
         try:
             for kind in KINDS:
                 changed |= await self._list(kind, first=first)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except REQUEST_ERRORS as error:
             logger.warning("listing failed: %s", error)
             # What it has brought is no news to whoever tells it next.
             self._look_again(changed)

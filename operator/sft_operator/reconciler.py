@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-import aiohttp
-
 from sft_api.deletion import DELETES
 from sft_api.v1alpha1 import KIND
 
@@ -24,7 +22,7 @@ from .cluster.children import (
     refusal_of,
     refused_by,
 )
-from .cluster.client import ApiError, Cluster
+from .cluster.client import REQUEST_ERRORS, UNREACHABLE, ApiError, Cluster
 from .config import Settings
 from .decisions.deeds import (
     children_made,
@@ -103,7 +101,7 @@ class Reconciler:
                 return await self._reconcile(key)
         except ApiError as error:
             raise RetryLater(error.retry_after or 0.0, str(error)) from error
-        except (aiohttp.ClientError, TimeoutError) as error:
+        except UNREACHABLE as error:
             raise RetryLater(0.0, f"the API server cannot be reached: {type(error).__name__}: {error}") from error
         except Exception as error:
             await self._say_failed(key, error)
@@ -119,7 +117,7 @@ class Reconciler:
         for action in result.actions:
             try:
                 looks.append(await self._act(key, action))
-            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            except REQUEST_ERRORS as error:
                 # Perhaps a policy or a webhook for just that: what else there is to do and to say waits for neither.
                 faults.append(error)
         again = await self._say(key, seen, result, looks)
@@ -262,12 +260,9 @@ class Reconciler:
     async def _find_job(self, key: Key, action: FindJob) -> None:
         try:
             found = await self._children.find_job(action.owner)
-        except NameTakenError as error:
-            if not error.passing:  # else its pods tell more
+        except (NameTakenError, RefusedError) as error:
+            if isinstance(error, RefusedError) or not error.passing:  # else its pods tell more
                 self._refused(key, error)
-            return
-        except RefusedError as error:
-            self._refused(key, error)
             return
         if found:
             self._picture.store("Job", found)
@@ -311,12 +306,13 @@ class Reconciler:
         self._picture.store("Job", renewed)
         self._remember(key, job_changed)
 
+    async def _patch_pod(self, key: Key, name: str, patch: Manifest) -> None:
+        await self._cluster.patch("Pod", key.namespace, name, patch, subresource="status", strategic=True)
+
     async def _end_wait(self, key: Key, action: EndWait) -> None:
         pod = action.pod
         try:
-            await self._cluster.patch(
-                "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
-            )
+            await self._patch_pod(key, pod.name, action.patch)
         except ApiError as error:
             if error.passing and not error.of_webhook:
                 raise
@@ -348,9 +344,7 @@ class Reconciler:
         pod = action.pod
         logger.warning("%s: pod %s on node %s does not end and is given up", key, pod.name, pod.node)
         try:
-            await self._cluster.patch(
-                "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
-            )
+            await self._patch_pod(key, pod.name, action.patch)
             await self._cluster.delete("Pod", key.namespace, pod.name, uid=pod.uid, grace_seconds=0)
         except ApiError as error:
             if error.passing and not error.of_webhook:
@@ -366,9 +360,7 @@ class Reconciler:
             if action.patch is None:
                 await self._cluster.evict(key.namespace, pod.name, uid=pod.uid, grace_seconds=action.grace_seconds)
                 return
-            await self._cluster.patch(
-                "Pod", key.namespace, pod.name, action.patch, subresource="status", strategic=True
-            )
+            await self._patch_pod(key, pod.name, action.patch)
             await self._cluster.delete("Pod", key.namespace, pod.name, uid=pod.uid, grace_seconds=action.grace_seconds)
         except ApiError as error:
             # A disruption budget, or whatever else: it is tried again, and otherwise after a minute.
@@ -400,7 +392,7 @@ class Reconciler:
         event = build_event(manifest, item, instance=self._instance, unique=secrets.token_hex(8), now=self._now())
         try:
             await self._cluster.create("Event", key.namespace, event)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except REQUEST_ERRORS as error:
             logger.warning("%s: event %s was not written: %s", key, item.reason, error)
 
     async def _say_failed(self, key: Key, error: Exception) -> None:

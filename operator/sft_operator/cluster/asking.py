@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from datetime import datetime
 
-import aiohttp
-
 from sft_api.times import parse_time
 from sft_api.v1alpha1 import KIND
 
@@ -32,7 +30,7 @@ from ..picture.picture import Key, Picture
 from ..picture.untrusted import part, text
 from ..picture.workload import Queueing
 from ..workqueue import loop_time
-from .client import ApiError, Cluster
+from .client import REQUEST_ERRORS, ApiError, Cluster
 from .kueue import Kueue
 from .progress_client import ProgressClient, UnreadableReport, UnusableReport
 from .store import CheckpointStore
@@ -186,7 +184,7 @@ class Asking:
     async def _ask_kueue(self, key: Key, question: AskKueue) -> Answer:
         try:
             queueing = await self._kueue.ask(key.namespace, question.job_uid, stop=question.stop, queue=question.queue)
-        except (ApiError, aiohttp.ClientError) as error:
+        except REQUEST_ERRORS as error:
             # Nobody can be asked anything: what was known holds.
             logger.warning("%s: Kueue cannot be asked: %s", key, error)
             return self._in_vain(key, question)
@@ -202,7 +200,7 @@ class Asking:
             for uid in question.subjects:
                 fields = f"involvedObject.uid={uid}"
                 await self._cluster.scan("CoreEvent", key.namespace, found.take, fields=fields)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except REQUEST_ERRORS as error:
             # They only explain: where the job stands is told without them.
             logger.warning("%s: events cannot be read: %s", key, error)
         return lambda memory: questions.events_read(memory, tuple(found.newest))
@@ -210,7 +208,7 @@ class Asking:
     async def _read_namespace(self, key: Key) -> Answer:
         try:
             namespace = await self._cluster.get("Namespace", None, key.namespace)
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except REQUEST_ERRORS as error:
             logger.debug("namespace %s cannot be read: %s", key.namespace, error)
             return lambda memory: questions.namespace_read(memory, terminating=None)
         terminating = part(namespace, "status").get("phase") == "Terminating"
@@ -248,7 +246,7 @@ class Asking:
                 turn = await self._left_behind(key, question.uid)
             elif self._remover:
                 turn = await self._remover.turn(question, lambda: self._instead(key, question.uid))
-        except (StoreError, ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except (StoreError, *REQUEST_ERRORS) as error:
             logger.warning("%s: its place cannot be removed now: %s", key, error)
             why = f"{type(error).__name__}: {error}"[:500] if not isinstance(error, StoreError) else str(error)[:500]
         if (question.looks and turn is None) or (turn is not None and turn.state == "not to go"):

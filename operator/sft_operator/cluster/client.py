@@ -82,9 +82,14 @@ class ApiError(Exception):
         return self.code >= 500 and "webhook" in self.message
 
 
+UNREACHABLE = (aiohttp.ClientError, TimeoutError)
+"""What a request raises that has no answer."""
+REQUEST_ERRORS = (ApiError, *UNREACHABLE)
+"""What a request raises that was not done, as far as is known."""
+
+
 class Cluster:
-    """Requests of one kind of object by namespace and name. Raises ``ApiError``, ``aiohttp.ClientError``,
-    ``TimeoutError``."""
+    """Requests of one kind of object by namespace and name. Raises ``REQUEST_ERRORS``."""
 
     def __init__(
         self,

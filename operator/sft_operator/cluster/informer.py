@@ -18,7 +18,7 @@ from ..picture.listing import Listing
 from ..picture.observed import Manifest
 from ..picture.picture import Key, version_of
 from ..workqueue import loop_time
-from .client import ApiError, Cluster
+from .client import UNREACHABLE, ApiError, Cluster
 from .watch_body import Event
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class Informer:
     async def list(self) -> Listed:
         """Take in all that is; the watch begins there when it has no better place.
 
-        Raises ``ApiError``, ``aiohttp.ClientError``, ``TimeoutError``.
+        Raises ``REQUEST_ERRORS``.
         """
         listing, version = await self._take_all()
         changed = self._untold | listing.end(version, self._version)
@@ -115,7 +115,7 @@ class Informer:
                 if error.passing:
                     raise
                 self._streams = error.code not in _NO_STREAMED_LISTS
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except UNREACHABLE as error:
                 # Proxies may hold back what is no whole answer.
                 logger.warning("the list of %ss: %s; now by pages", self._kind, str(error) or repr(error))
         for tries_left in reversed(range(_TRIES_OF_A_LISTING)):

@@ -5,11 +5,9 @@ import logging
 import random
 from datetime import UTC, datetime
 
-import aiohttp
-
 from ..config import LeaderElectionSettings
 from ..picture.observed import Manifest
-from .client import ApiError, Cluster
+from .client import REQUEST_ERRORS, ApiError, Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class Leadership:
                         continue  # another replica may have taken it before the answer came
                     logger.info("this replica works: it holds Lease %s", self._settings.name)
                     return
-            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            except REQUEST_ERRORS as error:
                 logger.warning("Lease %s: %s", self._settings.name, _words(error))
             await asyncio.sleep(self._settings.renew_seconds * random.uniform(0.8, 1.2))  # noqa: S311
 
@@ -63,7 +61,7 @@ class Leadership:
                 self._sent = sent
                 # From request to request: of a slow API server no answer would come in time after a pause as well.
                 due = sent + self._settings.renew_seconds
-            except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            except REQUEST_ERRORS as error:
                 if clock() >= self._ends:
                     lost = f"Lease {self._settings.name} could not be renewed: {_words(error)}"
                     raise LeadershipLost(lost) from error
@@ -83,7 +81,7 @@ class Leadership:
                 lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
                 if lease["spec"].get("holderIdentity") == self._identity:
                     await self._put(lease, holder="")
-        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+        except REQUEST_ERRORS as error:
             logger.warning("Lease %s was not released: %s", self._settings.name, _words(error))
 
     async def _try(self, *, renew_only: bool) -> bool:

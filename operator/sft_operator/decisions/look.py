@@ -243,9 +243,9 @@ class _Look(Notes):
 
     def _watch_the_end(self) -> None:
         """How long ago the first pod ended well is measured by watching, as it is of all that does not end."""
-        pods = (*self._observed.pods, *self._observed.gone_pods)
         since = self._clock if self._memory.complete is None else self._memory.complete
-        self._remember(complete=since if any(pod.phase == "Succeeded" for pod in pods) else None)
+        ended_well = any(pod.phase == "Succeeded" for pod in self._observed.all_pods)
+        self._remember(complete=since if ended_well else None)
 
     def _wait_for_last_words(self, observed: Observed) -> None:
         if last_words_missing(observed, self._now):

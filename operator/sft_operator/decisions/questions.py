@@ -207,7 +207,7 @@ def events_read(memory: Memory, warnings: tuple[Warning, ...]) -> Memory:
 def read_namespace(memory: Memory, observed: Observed, *, clock: float) -> Asked:
     """Pods that end although nobody asked may be the first sign of a namespace that is going."""
     # Also those that are gone already: quick ones may never be seen while they end.
-    if any(pod.deletion for pod in (*observed.pods, *observed.gone_pods)):
+    if any(pod.deletion for pod in observed.all_pods):
         memory = changed(memory, namespace_in_doubt=True)
     if not memory.namespace_in_doubt or observed.job is None or observed.job.suspended:
         return Asked(changed(memory, namespace_asked=False))

@@ -162,7 +162,7 @@ def merge_last_words(status: SFTJobStatus, observed: Observed) -> SFTJobStatus:
     report = observed.report
     heard = next((pod for pod in observed.active_pods if report and pod.uid == report.pod_uid), None)
     started = observed.job.started if observed.job else None
-    for pod in (*observed.pods, *observed.gone_pods):
+    for pod in observed.all_pods:
         # What was said before a rest is known, and may be of a run that somebody has removed meanwhile.
         ended = None if is_of_before(pod, started) else pod.terminated
         words = ended.report if ended else None

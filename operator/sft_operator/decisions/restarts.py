@@ -168,6 +168,6 @@ def _told_by_annotations(pods: Iterable[Pod]) -> tuple[int, int]:
 
 def _kept_keys(keys: Iterable[str], observed: Observed) -> list[str]:
     """Keys that can still be met: of incidents the newest, of pods those that are still there."""
-    present = {pod_key(pod) for pod in (*observed.pods, *observed.gone_pods)}
+    present = {pod_key(pod) for pod in observed.all_pods}
     incidents = [key for key in keys if not key.startswith("pod/")]
     return incidents[-KEPT_INCIDENT_KEYS:] + [key for key in keys if key in present]

@@ -138,7 +138,7 @@ def _find(
         message = "the run is complete; pods that were lost at its very end are not waited for"
         return Situation("Complete", "TrainingComplete", message, completed=now - complete)
     if child and child.failed:
-        reason, message = why_job_failed(terms, child, (*observed.pods, *observed.gone_pods))
+        reason, message = why_job_failed(terms, child, observed.all_pods)
         return Situation("Failed", reason, message, stalled=True, completed=child.failed.time or now)
     # What a run survived while nobody looked does not end it after its end.
     enough = exhausted(restarts, terms.max_restarts) if complete is None else None
@@ -188,15 +188,15 @@ def last_words_missing(observed: Observed, now: datetime) -> bool:
         return False
     if child.complete:
         # A pod that was never seen is on its way as well as one that seems to run.
-        seen = {pod.index for pod in (*observed.pods, *observed.gone_pods) if pod.phase == "Succeeded"}
+        seen = {pod.index for pod in observed.all_pods if pod.phase == "Succeeded"}
         return len(seen) < child.nodes
-    return ended.reason == "PodFailurePolicy" and not _fatal_ends((*observed.pods, *observed.gone_pods))
+    return ended.reason == "PodFailurePolicy" and not _fatal_ends(observed.all_pods)
 
 
 def complete_for(observed: Observed, now: datetime) -> timedelta | None:
     """How long ago the first pod ended well, which none does before the whole run is complete; None: none has."""
     child = observed.job
-    ends = [pod.terminated for pod in (*observed.pods, *observed.gone_pods) if pod.phase == "Succeeded"]
+    ends = [pod.terminated for pod in observed.all_pods if pod.phase == "Succeeded"]
     if child is None or child.deleting or not (ends or child.succeeded):
         return None
     times = [end.finished for end in ends if end and end.finished]

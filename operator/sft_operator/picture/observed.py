@@ -501,6 +501,11 @@ class Observed:
         return live[-1] if live else None
 
     @property
+    def all_pods(self) -> tuple[Pod, ...]:
+        """Pods of ``job``, also those that are gone."""
+        return (*self.pods, *self.gone_pods)
+
+    @property
     def live_pods(self) -> tuple[Pod, ...]:
         """Pods that run, or are about to, and were not asked to end; of what is cut off no pod has heard that."""
         return tuple(pod for pod in self.pods if not pod.finished and (pod.deletion is None or pod.cut_off))
