@@ -133,7 +133,7 @@ class Asking:
             case ReadEvents():
                 return await self._read_events(key, question)
             case ReadNamespace():
-                return await self._read_namespace(key)
+                return await self._read_namespace(key, question)
             case ReadStore():
                 return await self._read_store(key, question)
             case ReadComplete():
@@ -205,12 +205,12 @@ class Asking:
             logger.warning("%s: events cannot be read: %s", key, error)
         return lambda memory: questions.events_read(memory, tuple(found.newest))
 
-    async def _read_namespace(self, key: Key) -> Answer:
+    async def _read_namespace(self, key: Key, question: ReadNamespace) -> Answer:
         try:
             namespace = await self._cluster.get("Namespace", None, key.namespace)
         except REQUEST_ERRORS as error:
             logger.debug("namespace %s cannot be read: %s", key.namespace, error)
-            return lambda memory: questions.namespace_read(memory, terminating=None)
+            return self._in_vain(key, question)
         terminating = part(namespace, "status").get("phase") == "Terminating"
         return lambda memory: questions.namespace_read(memory, terminating=terminating)
 
@@ -225,16 +225,7 @@ class Asking:
     async def _read_complete(self, key: Key, question: ReadComplete) -> Answer:
         run = None
         try:
-            if self._store:
-                run = await self._store.read_complete(
-                    question.uri,
-                    question.export_uri,
-                    question.name,
-                    question.numbers,
-                    question.form,
-                    question.choice,
-                    question.hub,
-                )
+            run = await self._store.read_complete(question) if self._store else None
         except StoreError as error:
             logger.warning("%s: whether its run is complete cannot be read, and its Job finds out: %s", key, error)
         return lambda memory: questions.complete_was_read(memory, run)

@@ -23,15 +23,13 @@ from sft_api.checkpoints import (
     decode_manifest,
     missing_or_wrong,
 )
-from sft_api.numbers import Numbers, NumbersError
+from sft_api.numbers import NumbersError
 from sft_api.place import (
     DONE_KEY,
     EXPORT_MARK,
     EXPORT_RECORD,
     HUB_RECORD,
     RUN_KEY,
-    ExportChoice,
-    ExportForm,
     ExportRecord,
     HubRecord,
     RecordError,
@@ -44,6 +42,7 @@ from sft_api.report import checkpoint_status, checkpoints_status, finite
 from sft_api.v1alpha1 import CheckpointStatus, ExportStatus, HubSpec, HubStatus
 
 from ..config import StoreSettings
+from ..decisions.result import ReadComplete
 from ..picture import untrusted
 from ..picture.observed import CompleteRun, Stored
 from .progress_client import as_a_status_shows
@@ -81,22 +80,9 @@ class CheckpointStore:
         """The checkpoints below ``uri``, the newest ten of them verified; raises ``StoreError``."""
         return await self._in_thread(lambda: self._read(uri))
 
-    async def read_complete(
-        self,
-        uri: str,
-        export_uri: str | None,
-        name: str,
-        numbers: Numbers,
-        form: ExportForm = "model",
-        choice: ExportChoice = "last",
-        hub: HubSpec | None = None,
-    ) -> CompleteRun | None:
-        """The run ``name`` with these ``numbers`` below ``uri`` when it is complete, and nothing is left to do for it.
-
-        ``export_uri`` is where its model has to be, None where none is asked for, ``hub`` where a copy of it.
-        Raises ``StoreError``.
-        """
-        return await self._in_thread(lambda: self._read_complete(uri, export_uri, name, numbers, form, choice, hub))
+    async def read_complete(self, wanted: ReadComplete) -> CompleteRun | None:
+        """The run that is ``wanted`` when it is complete, and nothing is left to do for it. Raises ``StoreError``."""
+        return await self._in_thread(lambda: self._read_complete(wanted))
 
     async def _in_thread(self, work: Callable[[], _Found]) -> _Found:
         await self._limit.acquire()
@@ -155,18 +141,10 @@ class CheckpointStore:
             except (ValueError, OverflowError) as error:  # no clock shows its time
                 return f"its manifest cannot be read: {error}"
 
-    def _read_complete(
-        self,
-        uri: str,
-        export_uri: str | None,
-        name: str,
-        numbers: Numbers,
-        form: ExportForm,
-        choice: ExportChoice,
-        hub: HubSpec | None,
-    ) -> CompleteRun | None:
+    def _read_complete(self, wanted: ReadComplete) -> CompleteRun | None:
         from botocore.exceptions import BotoCoreError, ClientError
 
+        uri, name, numbers, choice, hub = wanted.uri, wanted.name, wanted.numbers, wanted.choice, wanted.hub
         try:
             reading = self._reading(uri, COMPLETE_SECONDS)
             # Mostly it is not there, and nothing else need be asked for.
@@ -179,18 +157,18 @@ class CheckpointStore:
                 return None
             last = self._manifest_of(reading, CheckpointId(done.attempt, done.step))
             export = None
-            if export_uri is not None:
+            if wanted.export_uri is not None:
                 if choice == "best" and not done.best:
                     return None  # pods look at all checkpoints
-                target = self._reading(export_uri, COMPLETE_SECONDS)
+                target = self._reading(wanted.export_uri, COMPLETE_SECONDS)
                 one = done.exported(choice)
                 found = last if last is not None and last.id == one else self._manifest_of(reading, one)
-                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, found, form, choice)):
+                if not _holds_export(target, ExportRecord.of_done(name, numbers, done, found, wanted.form, choice)):
                     return None
                 copy = _copy_on_hub(target, hub) if hub is not None else None
                 if hub is not None and copy is None:
                     return None
-                export = ExportStatus(uri=export_uri, step=one.step, hub=copy)
+                export = ExportStatus(uri=wanted.export_uri, step=one.step, hub=copy)
             if last is None and export is None:
                 return None
             reported = _progress(reading.document(STATUS_KEY))

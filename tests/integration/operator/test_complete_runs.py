@@ -27,6 +27,7 @@ from sft_api.v1alpha1 import ExportStatus, HubSpec, HubStatus
 from sft_operator.cluster.store import CheckpointStore
 from sft_operator.cluster.store_reading import StoreError
 from sft_operator.config import StoreSettings
+from sft_operator.decisions.result import ReadComplete
 from sft_operator.decisions.spec import read_spec
 from sft_operator.picture.observed import CompleteRun
 from tests.cluster.object_store import ObjectStore
@@ -49,7 +50,8 @@ def read(monkeypatch: pytest.MonkeyPatch, versitygw: ObjectStore) -> Callable[..
     def ask(
         uri: str, *, export: bool = True, numbers: Numbers = NUMBERS, name: str = "tiny", **form: Any
     ) -> CompleteRun | None:
-        return asyncio.run(store.read_complete(uri, f"{uri}/export" if export else None, name, numbers, **form))
+        wanted = ReadComplete("uid", uri, f"{uri}/export" if export else None, name, numbers, **form)
+        return asyncio.run(store.read_complete(wanted))
 
     return ask
 

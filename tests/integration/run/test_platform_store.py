@@ -14,7 +14,7 @@ from sft_api.place import decode_record
 from sft_operator.cluster.store import CheckpointStore
 from sft_operator.cluster.store_removal import PlaceRemover
 from sft_operator.config import StoreSettings
-from sft_operator.decisions.result import RemovePlace
+from sft_operator.decisions.result import ReadComplete, RemovePlace
 from tests.cluster.object_store import ObjectStore
 from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place
@@ -61,7 +61,8 @@ def test_a_real_run_is_found_complete_and_nothing_of_it_is_left_but_its_export(
     assert ended.code == 0, ended.said
     wanted = removal_of(client, URI)
 
-    found = asyncio.run(CheckpointStore(store).read_complete(URI, f"{URI}/export", wanted.name, wanted.numbers))
+    complete = ReadComplete(wanted.uid, URI, f"{URI}/export", wanted.name, wanted.numbers)
+    found = asyncio.run(CheckpointStore(store).read_complete(complete))
 
     assert found is not None
     assert found.progress.step == found.progress.total_steps
