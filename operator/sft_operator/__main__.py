@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import uvloop
+import yaml
 from pydantic import ValidationError
 
 from sft_api.fitting import fit_status
@@ -45,11 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--namespace", help="serve only this namespace")
     parser.add_argument("--http-port", type=int, help="port of /metrics, /healthz and /readyz")
     options = parser.parse_args(arguments)
-    given = {"namespace": options.namespace, "http_port": options.http_port}
+    flags = {"namespace": options.namespace, "httpPort": options.http_port}
     try:
-        settings = load_settings(options.config).model_copy(
-            update={name: value for name, value in given.items() if value is not None}
-        )
+        given = {name: value for name, value in flags.items() if value is not None}
+        settings = load_settings(options.config, **given)
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         logging.basicConfig(level=settings.log_level, handlers=[handler])
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         uvloop.run(run(settings))
-    except (ConfigError, LeadershipLost, OSError, ValidationError) as error:
+    except (ConfigError, LeadershipLost, OSError, ValidationError, yaml.YAMLError) as error:
         print(f"sft-operator: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:

@@ -242,11 +242,11 @@ class Settings(SettingsModel):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
 
-def load_settings(path: Path | None) -> Settings:
-    """The settings in the file ``path``, or the defaults for None.
+def load_settings(path: Path | None, **flags: JsonValue) -> Settings:
+    """The settings in the file ``path``, or the defaults for None, and ``flags`` by their names there, which go before.
 
-    Raises ``pydantic.ValidationError`` naming the wrong key, ``OSError`` when the file cannot be read.
+    Raises ``pydantic.ValidationError`` naming the wrong key, ``OSError`` and ``yaml.YAMLError`` when the file cannot be
+    read.
     """
-    if path is None:
-        return Settings()
-    return Settings.model_validate(yaml.safe_load(path.read_text()) or {})
+    document = yaml.safe_load(path.read_bytes()) or {} if path else {}
+    return Settings.model_validate({**document, **flags} if isinstance(document, dict) else document)

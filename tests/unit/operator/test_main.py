@@ -45,6 +45,25 @@ def test_it_trusts_the_platforms_authorities_besides(begun: list[bytes], tmp_pat
     assert own.count(b"BEGIN CERTIFICATE") > 50
 
 
+@pytest.mark.parametrize(
+    ("settings", "flags", "said"),
+    [
+        (b"logLevel: [", [], "expected the node content"),
+        (b"logLevel: \xff", [], "invalid start byte"),
+        (b"- logLevel", [], "valid dictionary"),
+        (b"", ["--http-port", "70000"], "less than or equal to 65535"),
+    ],
+)
+def test_settings_and_flags_that_cannot_be_read_are_told_in_words(
+    begun: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: bytes, flags: list[str], said: str
+) -> None:
+    (tmp_path / "config.yaml").write_bytes(settings)
+
+    assert operator.main(["--config", str(tmp_path / "config.yaml"), *flags]) == 1
+    assert begun == []
+    assert said in capsys.readouterr().err
+
+
 def test_it_does_not_begin_with_what_no_certificate_is(
     begun: list[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
