@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _KEPT_WARNINGS = 20
 _AT_ONCE = 16
 """Questions of one kind to the API server; trainers and the store have limits of their own."""
+_EVENTS_SECONDS = 30.0
+"""In which those of one job are read. Its user can make any number of them: what was found by then has to do."""
 _REPORT = ("report", "")
 _SUBJECTS: dict[type, str] = {
     AskTrainer: "progress",
@@ -197,12 +199,13 @@ class Asking:
     async def _read_events(self, key: Key, question: ReadEvents) -> Answer:
         found = NewestWarnings(self._now())
         try:
-            for uid in question.subjects:
-                fields = f"involvedObject.uid={uid}"
-                await self._cluster.scan("CoreEvent", key.namespace, found.take, fields=fields)
+            async with asyncio.timeout(_EVENTS_SECONDS):
+                for uid in question.subjects:
+                    fields = f"involvedObject.uid={uid}"
+                    await self._cluster.scan("CoreEvent", key.namespace, found.take, fields=fields)
         except REQUEST_ERRORS as error:
             # They only explain: where the job stands is told without them.
-            logger.warning("%s: events cannot be read: %s", key, error)
+            logger.warning("%s: events cannot be read: %s", key, str(error) or "no answer in time")
         return lambda memory: questions.events_read(memory, tuple(found.newest))
 
     async def _read_namespace(self, key: Key, question: ReadNamespace) -> Answer:

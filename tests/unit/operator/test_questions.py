@@ -35,7 +35,7 @@ from sft_operator.decisions.spec import read_spec, run_terms
 from sft_operator.metrics import OperatorMetrics
 from sft_operator.names import PLACE_FINALIZER, QUEUE_LABEL, UID_LABEL
 from sft_operator.picture.memory import Memory, PlaceRemoval, RemovalTurn
-from sft_operator.picture.observed import Observed, Warning
+from sft_operator.picture.observed import Manifest, Observed, Warning
 from sft_operator.picture.picture import Key, Picture
 from sft_operator.picture.workload import Queueing
 from tests.unit.operator.make import (
@@ -386,6 +386,28 @@ def test_what_many_jobs_ask_of_the_api_server_leaves_connections_for_others(ques
         return slow.most
 
     assert asyncio.run(asyncio.wait_for(scenario(), 30)) <= 20
+
+
+def test_a_job_of_which_there_is_no_end_of_events_is_explained_by_some_and_keeps_nobody_from_reading_his(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Endless:
+        async def scan(self, _: str, __: str, take: Callable[[Manifest], None], **___: Any) -> int:
+            while True:
+                take({"type": "Warning", "reason": "FailedMount", "involvedObject": {"kind": "Pod", "name": "mine"}})
+                await asyncio.sleep(0)
+
+    async def scenario() -> tuple[Warning, ...]:
+        endless, picture, again = asking_about_one_job(api=Endless())
+        endless.put(KEY, [ReadEvents("sft-uid", ("a",))])
+        await until(lambda: bool(again))
+        return picture.memory(KEY).warnings
+
+    monkeypatch.setattr("sft_operator.cluster.asking._EVENTS_SECONDS", 0.01)
+
+    warnings = asyncio.run(asyncio.wait_for(scenario(), 30))
+
+    assert {(warning.subject, warning.reason) for warning in warnings} == {("Pod/mine", "FailedMount")}
 
 
 QUESTION = AskTrainer("sft-uid", "tulu-0-aaaaa", "pod-0", "10.0.0.1", due=0.0)
