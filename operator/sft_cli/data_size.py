@@ -1,18 +1,19 @@
 """How much training data there is, where this machine can tell at once."""
 
 import json
-from pathlib import Path
 
 from sft_api.v1alpha1.job import SFTJobSpec
 
-_FILE = "file://"
+from .files import path_of
+
 _CHARACTERS_A_TOKEN = 4
 _SAMPLE = 200
 
 
 def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
     """Rows of all sources together that are trained, and about how many tokens; None when it cannot be told here."""
-    if not all(source.uri.startswith(_FILE) for source in spec.data.train):
+    sources = [(source, path) for source in spec.data.train if (path := path_of(source.uri))]
+    if len(sources) < len(spec.data.train):
         return None
     # Not at the top: no other plan needs them.
     from sft_trainer.data.held_out import trained_part
@@ -20,8 +21,7 @@ def measure(spec: SFTJobSpec) -> tuple[int, float] | None:
     from sft_trainer.errors import DataError
 
     rows, tokens, part = 0, 0.0, trained_part(spec.data)
-    for source in spec.data.train:
-        path = Path(source.uri.removeprefix(_FILE))
+    for source, path in sources:
         try:
             if bytes_below(path) > SMALL_BYTES:
                 return None

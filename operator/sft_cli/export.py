@@ -34,7 +34,8 @@ from sft_trainer.topology import ALONE
 
 from .console import result, say
 from .errors import UserError
-from .local import FILE_SCHEME, local_checkpoints, missing_logins, overwritten
+from .files import FILE_SCHEME
+from .local import local_checkpoints, missing_logins, overwritten
 from .problems import sentences
 from .told import Counted, Told
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +12,7 @@ from sft_api import ray
 from sft_api.dummy_run import FOLDER as DUMMY_RUN_FOLDER
 from sft_api.goodput import Devices
 from sft_api.megatron import MISSING, is_installed
-from sft_api.peft_files import FIELD as ADAPTER_FIELD
+from sft_api.spec_uris import uris_of
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.base import ApiModel
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
@@ -20,10 +20,10 @@ from sft_api.v1alpha1.megatron import WITH_THE_SAME_DATA_IN_WORDS, megatron_of
 from sft_api.v1alpha1.places import PLACE_RULES
 
 from .errors import UserError
+from .files import FILE_SCHEME, absent, path_of
 from .hub_folders import HUB_LOGINS, hub_token_file
 from .words import counted
 
-FILE_SCHEME = "file://"
 CONFIG_FILE = "config.json"
 """In the folder of a run on this machine: its resolved configuration."""
 _MACHINE_ID = Path("/etc/machine-id")
@@ -46,8 +46,7 @@ class LocalRun:
     def store(self) -> Path | None:
         """The folder of the checkpoints, or None when there are none, or not on this machine."""
         uri = self.config.checkpoint_uri
-        is_here = uri.startswith(FILE_SCHEME) and not self.is_dummy
-        return Path(uri.removeprefix(FILE_SCHEME)) if is_here else None
+        return None if self.is_dummy else path_of(uri)
 
     @property
     def is_dummy(self) -> bool:
@@ -135,7 +134,8 @@ def local_devices(config: TrainerConfig) -> Devices:
 
 def out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str]) -> list[str]:
     """What model, data and stores of ``spec`` would need a cluster, another path or a login for; a sentence each."""
-    return [*_claims(_uris(spec)), *_missing_files(_uris(spec)), *missing_logins(spec, environment)]
+    uris = _uris(spec)
+    return [*_claims(uris), *_missing_files(uris), *missing_logins(spec, environment)]
 
 
 def data_out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str], *, evaluation: bool) -> list[str]:
@@ -147,8 +147,8 @@ def data_out_of_reach(spec: SFTJobSpec, environment: Mapping[str, str], *, evalu
     # Rows that are held out of training sets are evaluated on.
     sets = {"train"} if not evaluation else {"eval", *(["train"] if spec.data.held_out else [])}
     begin = tuple(f"spec.data.{name}[" for name in sets)
-    read = [(path, uri) for path, uri in _uris(spec) if path == tokenizer or path.startswith(begin)]
-    logins = missing_logins(spec, environment, [uri for _, uri in read])
+    read = {path: uri for path, uri in _uris(spec).items() if path == tokenizer or path.startswith(begin)}
+    logins = missing_logins(spec, environment, [*read.values()])
     return [*_claims(read), *_missing_files(read), *logins]
 
 
@@ -172,39 +172,21 @@ def _machine_id() -> str:
         return ""
 
 
-def _uris(spec: SFTJobSpec) -> Iterator[tuple[str, str]]:
-    """Every URI that the run reads or writes, with its path in the manifest; of a dummy run those of its model."""
-    yield "spec.model.uri", spec.model.uri
-    if spec.model.tokenizer_uri:
-        yield "spec.model.tokenizerUri", spec.model.tokenizer_uri
-    if spec.lora and spec.lora.adapter_uri:
-        yield f"spec.{ADAPTER_FIELD}", spec.lora.adapter_uri
-    if spec.training.dummy_run:
-        return
-    for kind, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
-        for index, source in enumerate(sources):
-            yield f"spec.data.{kind}[{index}].uri", source.uri
-    if spec.checkpoint.uri:
-        yield "spec.checkpoint.uri", spec.checkpoint.uri
-    if spec.checkpoint.resume.origin:
-        yield "spec.checkpoint.resume.from.uri", spec.checkpoint.resume.origin.uri
-    if spec.export.uri:
-        yield "spec.export.uri", spec.export.uri
+def _uris(spec: SFTJobSpec) -> dict[str, str]:
+    """Every URI that the run reads or writes, by its path in the manifest; of a dummy run those of its model."""
+    uris, of_model = uris_of(spec), ("model.", "lora.") if spec.training.dummy_run else ""
+    return {f"spec.{path}": uri for path, uri in uris.items() if path.startswith(of_model)}
 
 
-def _claims(uris: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for path, uri in uris:
+def _claims(uris: Mapping[str, str]) -> Iterator[str]:
+    for path, uri in uris.items():
         if uri.startswith("pvc://"):
             yield f"{path}: {uri} is a volume of a cluster, which this machine has not: use file:///absolute/path"
 
 
-def _missing_files(uris: Iterable[tuple[str, str]]) -> Iterator[str]:
-    for path, uri in uris:
-        written = path in ("spec.checkpoint.uri", "spec.export.uri")
-        if written or not uri.startswith(FILE_SCHEME):
-            continue
-        file = Path(uri.removeprefix(FILE_SCHEME))
-        if not file.exists():
+def _missing_files(uris: Mapping[str, str]) -> Iterator[str]:
+    for path, file in absent(uris).items():
+        if path not in ("spec.checkpoint.uri", "spec.export.uri"):  # these are written
             yield f"{path}: there is no {file} on this machine: correct the path, or put the files there"
 
 
@@ -212,7 +194,7 @@ def overwritten(spec: SFTJobSpec, checkpoint_uri: str) -> Iterator[str]:
     """Which of what the job is made of it would write into, also by way of a link; a sentence each."""
 
     def real(uri: str) -> str:
-        return f"{FILE_SCHEME}{Path(uri.removeprefix(FILE_SCHEME)).resolve()}" if uri.startswith(FILE_SCHEME) else uri
+        return f"{FILE_SCHEME}{path.resolve()}" if (path := path_of(uri)) else uri
 
     def placed(part: Part, name: str = "uri") -> Part:
         uri = getattr(part, name)

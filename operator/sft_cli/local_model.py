@@ -14,14 +14,16 @@ from sft_api.peft_files import FIELD as ADAPTER_FIELD
 from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
 from sft_api.quantised_files import refused_by_config
 from sft_api.sequence_parallel import layers_problem
+from sft_api.spec_uris import uris_of
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
 from sft_api.v1alpha1.status import PlanStatus
 
+from .files import absent, path_of
 from .hub_folders import HUB_LOGINS, hub_cache
 
-_FILE, _HUB = "file://", "hf://"
+_HUB = "hf://"
 
 
 def model_shape(spec: SFTJobSpec) -> ModelShape | None:
@@ -62,7 +64,7 @@ def upload_warning(spec: SFTJobSpec) -> str:
     """That pods have no token to upload with, of a job that names none and is not one of this machine; else empty."""
     hub = spec.export.hub
     named = spec.model.token_secret_ref is not None or any(each.name in HUB_LOGINS for each in spec.compute.env)
-    if hub is None or named or spec.training.dummy_run or spec.model.uri.startswith(_FILE):
+    if hub is None or named or spec.training.dummy_run or path_of(spec.model.uri):
         return ""
     return (
         f"export.hub: on a cluster nobody may write to {hub.repository} without a token: name its Secret in "
@@ -99,37 +101,21 @@ def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> lis
 
 def absent_warning(spec: SFTJobSpec) -> str:
     """What to say of a model in a folder that is not on this machine; it may be on the one for which ``spec`` is."""
-    adapters = spec.lora.adapter_uri if spec.lora else None
-    uris = {
-        "model.uri": spec.model.uri,
-        "model.tokenizerUri": spec.model.tokenizer_uri or "",
-        ADAPTER_FIELD: adapters or "",
-    }
-    absent = [
-        f"{field}: there is no {folder} on this machine"
-        for field, uri in uris.items()
-        if uri.startswith(_FILE) and not (folder := Path(uri.removeprefix(_FILE))).exists()
-    ]
-    if not absent:
-        return ""
-    return f"{'; '.join(absent)}: right where the run has it, and what depends on the model is not looked at here"
+    told = _told_absent(spec, "model.", "lora.")
+    return told and f"{told}: right where the run has it, and what depends on the model is not looked at here"
 
 
 def absent_data_warning(spec: SFTJobSpec) -> str:
     """What to say of data in files that are not on this machine; they may be on the one for which ``spec`` is."""
-    sources = {
-        f"data.{part}[{number}].uri": Path(source.uri.removeprefix(_FILE))
-        for part, several in (("train", spec.data.train), ("eval", spec.data.eval))
-        for number, source in enumerate(several)
-        if source.uri.startswith(_FILE)
-    }
-    absent = {} if spec.training.dummy_run else {field: path for field, path in sources.items() if not path.exists()}
-    if not absent:
-        return ""
-    hint = "; a pattern is no path: name the folder, all of which is read"
-    patterns = any(set("*?") & set(str(path)) for path in absent.values())
-    told = "; ".join(f"{field}: there is no {path} on this machine" for field, path in absent.items())
-    return f"{told}: right where the run has it{hint if patterns else ''}"
+    told = "" if spec.training.dummy_run else _told_absent(spec, "data.")
+    hint = "; a pattern is no path: name the folder, all of which is read" if {*"*?"} & {*told} else ""
+    return told and f"{told}: right where the run has it{hint}"
+
+
+def _told_absent(spec: SFTJobSpec, *blocks: str) -> str:
+    """What of ``blocks`` names files that are not on this machine; empty where nothing does."""
+    paths = absent({path: uri for path, uri in uris_of(spec).items() if path.startswith(blocks)})
+    return "; ".join(f"{field}: there is no {path} on this machine" for field, path in paths.items())
 
 
 def adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
@@ -151,8 +137,8 @@ def adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
 
 
 def _config(uri: str, file: str = "config.json") -> Path | None:
-    if uri.startswith(_FILE):
-        return Path(uri.removeprefix(_FILE)) / file
+    if (folder := path_of(uri)) is not None:
+        return folder / file
     if not uri.startswith(_HUB):
         return None
     name, _, revision = uri.removeprefix(_HUB).partition("@")

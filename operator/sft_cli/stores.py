@@ -13,7 +13,8 @@ from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
 
 from .errors import UserError
-from .local import CONFIG_FILE, FILE_SCHEME, local_checkpoints, runs_folder
+from .files import FILE_SCHEME
+from .local import CONFIG_FILE, local_checkpoints, runs_folder
 from .manifest import STANDARD_INPUT, ManifestError, load_manifest
 
 _URI = re.compile(r"(?:s3|pvc|file)://.+")

@@ -9,7 +9,7 @@ from sft_api.v1alpha1 import SFTJob, SFTJobSpec
 from sft_api.v1alpha1.status import ProgressStatus, SFTJobStatus
 
 from .ending import Ending, advice
-from .local import FILE_SCHEME
+from .files import FILE_SCHEME
 
 _LABEL_COLUMNS = 12
 _LEAST_SHOWN = 0.1

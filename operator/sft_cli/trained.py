@@ -23,7 +23,8 @@ from sft_api.model_shape import ModelShape
 from sft_api.peft_files import in_text_part
 from sft_api.v1alpha1.job import SFTJobSpec
 
-_FILE = "file://"
+from .files import path_of
+
 _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _HEADS = ("lm_head", "embed_out")
@@ -79,7 +80,8 @@ def measure_trained(spec: SFTJobSpec, shape: ModelShape | None = None) -> Traine
     """
     if spec.trains_all:
         return None
-    found = _by_files(spec) if spec.model.uri.startswith(_FILE) else None
+    folder = path_of(spec.model.uri)
+    found = _by_files(spec, folder) if folder else None
     return found if found is not None or shape is None else _by_shape(shape, spec)
 
 
@@ -94,10 +96,9 @@ def _by_shape(shape: ModelShape, spec: SFTJobSpec) -> Trained | None:
     return Trained(sizes.trained, sizes.parameters - sizes.trained, layers, experts, by)
 
 
-def _by_files(spec: SFTJobSpec) -> Trained | str | None:
+def _by_files(spec: SFTJobSpec, folder: Path) -> Trained | str | None:
     """By the headers: linear layers are the matrices within the decoder's layers, and its head."""
     try:
-        folder = Path(spec.model.uri.removeprefix(_FILE))
         config = _config(folder)
         shapes, layers_here = _of_text(_shapes(folder), config), _layers(config)
         kind, own_keys = str(config.get("model_type")), layers_here - config.get("num_kv_shared_layers", 0)

@@ -2,6 +2,7 @@
 
 from sft_api.numbers import Numbers
 from sft_api.place import folder_name
+from sft_api.spec_uris import uris_of
 from sft_api.trainer_config import BEGUN_FILE, TrainerConfig
 from sft_api.v1alpha1 import S3Spec, SFTJob
 from sft_api.v1alpha1.job import ObjectMeta
@@ -36,18 +37,14 @@ def trainer_config(
     Raises ``ValueError`` when there is no place for checkpoints, or one that goes with the pod, and
     ``PlaceNotAllowed`` when it is another namespace's in the platform's store.
     """
-    origin = job.spec.checkpoint.resume.origin
-    for field, uri in (
-        ("checkpoint.uri", job.spec.checkpoint.uri),
-        ("export.uri", job.spec.export.uri),
-        ("checkpoint.resume.from.uri", origin and origin.uri),
-    ):
-        if uri and uri.startswith("file://"):
+    uris = uris_of(job.spec)
+    for field in filter(uris.get, ("checkpoint.uri", "export.uri", "checkpoint.resume.from.uri")):
+        if (uri := uris[field]).startswith("file://"):
             raise ValueError(
                 f"spec.{field} {uri} is a folder in the pod, which goes with it: in a cluster use "
                 "s3://bucket/prefix or pvc://claim/path"
             )
-        if uri and store:
+        if store:
             check_place(f"spec.{field}", uri, effective_s3(job, store), store, job.metadata.namespace)
     checkpoint = job.spec.checkpoint.model_copy(update={"s3": effective_s3(job, store)})
     spec = job.spec.model_copy(update={"checkpoint": checkpoint})

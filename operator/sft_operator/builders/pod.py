@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.progress import PROGRESS_PORT
+from sft_api.spec_uris import uris_of
 from sft_api.trainer_config import BEGUN_FILE, CONFIG_PATH
 from sft_api.v1alpha1 import ComputeSpec, S3Spec, SFTJob
 from sft_api.v1alpha1.megatron import megatron_of
@@ -195,17 +196,7 @@ def _tolerations(compute: ComputeSpec, platform: Iterable[Manifest]) -> list[Man
 
 def _claims(job: SFTJob) -> list[str]:
     """Persistent volume claims that the spec's URIs name, in alphabetical order."""
-    spec = job.spec
-    uris = [
-        spec.model.uri,
-        spec.model.tokenizer_uri,
-        spec.lora and spec.lora.adapter_uri,
-        *(source.uri for source in (*spec.data.train, *spec.data.eval)),
-        spec.checkpoint.uri,
-        spec.checkpoint.resume.origin and spec.checkpoint.resume.origin.uri,
-        spec.export.uri,
-    ]
-    return sorted({urlsplit(uri).netloc for uri in uris if uri and uri.startswith("pvc://")})
+    return sorted({urlsplit(uri).netloc for uri in uris_of(job.spec).values() if uri.startswith("pvc://")})
 
 
 def _environment(job: SFTJob, s3: S3Spec, pods: PodSettings) -> list[Manifest]:
