@@ -43,6 +43,11 @@ def origin_of(model: BaseModel, *fields: str) -> Origin:
     return Origin.GIVEN if model.model_fields_set.intersection(fields) else Origin.DEFAULT
 
 
+def computed_unless(given: object) -> Origin:
+    """GIVEN when the manifest says it, as ``given`` tells: neither None nor False."""
+    return Origin.COMPUTED if given is None or given is False else Origin.GIVEN
+
+
 def with_overrides(decisions: Sequence[Decision], alone: Sequence[Decision]) -> list[Decision]:
     """``decisions``, of which those that are given and differ from those of the manifest ``alone`` are by --set."""
     before = {decision.subject: decision for decision in alone}

@@ -11,7 +11,7 @@ from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import MegatronSpec, megatron_of
 from sft_api.v1alpha1.workload import DummyRunSpec, OptimizerSpec
 
-from .decisions import Decision, Origin, origin_of
+from .decisions import Decision, Origin, computed_unless, origin_of
 from .trained import Trained
 from .words import counted
 
@@ -41,14 +41,8 @@ def _model(spec: SFTJobSpec) -> list[Decision]:
         return []
     values = ", ".join(f"{name}: {_flow(value)}" for name, value in given.items())
     # What may be long stands at the end of the line.
-    return [
-        Decision(
-            "model's config",
-            f"{counted(len(given), 'field')} of ours",
-            Origin.GIVEN,
-            f"model.configOverrides: {values}",
-        )
-    ]
+    count = f"{counted(len(given), 'field')} of ours"
+    return [Decision("model's config", count, Origin.GIVEN, f"model.configOverrides: {values}")]
 
 
 def _flow(value: Any) -> str:
@@ -63,9 +57,9 @@ def _dummy(dummy: DummyRunSpec) -> list[Decision]:
 
 
 def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
-    compute = spec.compute
+    compute, megatron = spec.compute, megatron_of(spec)
     device = "GPU" if compute.gpus_per_node else "CPU"
-    megatron, sharded = megatron_of(spec), spec.fsdp.shard_degree is not None
+    ray = Decision("launcher", "Ray, in the job's own pods", Origin.GIVEN, "compute.launcher: docs/ray.md")
     together = counted(plan.sequence_parallel, "process")
     field = "megatron.contextParallelDegree" if megatron else "fsdp.sequenceParallelDegree"
     shared = Decision("tokens shared by", together, Origin.GIVEN, f"strategy.{field}")
@@ -76,27 +70,19 @@ def _processes(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             origin_of(compute, "nodes", "gpus_per_node", "processes_per_node"),
             f"compute: {counted(compute.nodes, 'node')} x {compute.effective_processes_per_node} a node",
         ),
-        *(
-            [Decision("launcher", "Ray, in the job's own pods", Origin.GIVEN, "compute.launcher: docs/ray.md")]
-            if compute.launcher == "ray"
-            else []
-        ),
-        *(
-            _megatron(megatron, plan)
-            if megatron
-            else [
-                Decision(
-                    "copies of the model",
-                    f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}",
-                    Origin.GIVEN if sharded else Origin.COMPUTED,
-                    "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan),
-                )
-            ]
-        ),
+        *([ray] if compute.launcher == "ray" else []),
+        *(_megatron(megatron, plan) if megatron else [_copies(spec, plan)]),
         *([shared] if plan.sequence_parallel > 1 else []),
         *_layers(spec, plan),
         *_reduction(spec, plan),
     ]
+
+
+def _copies(spec: SFTJobSpec, plan: Plan) -> Decision:
+    sharded = spec.fsdp.shard_degree is not None
+    value = f"{plan.processes // plan.shard_degree}, each over {counted(plan.shard_degree, 'process')}"
+    why = "strategy.fsdp.shardDegree" if sharded else _why_sharded(plan)
+    return Decision("copies of the model", value, computed_unless(sharded), why)
 
 
 def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
@@ -106,9 +92,7 @@ def _layers(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         value, why = "gathered for each pass", "freed between forward and backward"
     else:
         value, why = "gathered once a micro-batch", "kept from forward to backward"
-    decision = Decision(
-        "layers", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reshardAfterForward; {why}"
-    )
+    decision = Decision("layers", value, computed_unless(given), f"strategy.fsdp.reshardAfterForward; {why}")
     return [decision] if given or not plan.reshard_after_forward else []
 
 
@@ -119,9 +103,7 @@ def _reduction(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         value, why = "summed once a step", "each process adds up its micro-batches before"
     else:
         value, why = "summed after every micro-batch", "of a share each is kept"
-    decision = Decision(
-        "gradients", value, Origin.GIVEN if given else Origin.COMPUTED, f"strategy.fsdp.reduceGradients; {why}"
-    )
+    decision = Decision("gradients", value, computed_unless(given), f"strategy.fsdp.reduceGradients; {why}")
     return [decision] if given or plan.reduce_gradients == "oncePerStep" else []
 
 
@@ -203,15 +185,9 @@ def _trained(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[
         # What may be long stands at the end of the line.
         why = f"training.trainableModules: {', '.join(modules)}"
         decisions.append(Decision("trained modules", counted(len(modules), "name"), Origin.GIVEN, why))
-    given = spec.lora is not None and spec.lora.base_precision is not None
-    decisions.append(
-        Decision(
-            "frozen weights in",
-            _frozen(spec, plan),
-            Origin.GIVEN if given else Origin.COMPUTED,
-            "lora.basePrecision; as precision when absent" if spec.lora else "as precision; what is trained in fp32",
-        )
-    )
+    why = "lora.basePrecision; as precision when absent" if spec.lora else "as precision; what is trained in fp32"
+    origin = computed_unless(spec.lora and spec.lora.base_precision)
+    decisions.append(Decision("frozen weights in", _frozen(spec, plan), origin, why))
     if isinstance(found, Trained):
         share = found.parameters / (found.parameters + found.frozen)
         value = f"{found.parameters:,} of {found.parameters + found.frozen:,} ({share:.2%})"
@@ -261,14 +237,9 @@ def _adapters(lora: LoraSpec) -> list[Decision]:
 
 def _length(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
     if plan.total_steps is not None:
-        given = "training.dummyRun, on random tokens" if spec.training.dummy_run else "training.steps"
-        length = Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, given)
-    else:
-        origin = origin_of(spec.training, "epochs")
-        length = Decision(
-            "length", counted(plan.epochs or 1, "epoch"), origin, "training.epochs; steps follow from the data"
-        )
-    return [length]
+        return [Decision("length", counted(plan.total_steps, "step"), Origin.GIVEN, "training.steps")]
+    origin, epochs = origin_of(spec.training, "epochs"), counted(plan.epochs or 1, "epoch")
+    return [Decision("length", epochs, origin, "training.epochs; steps follow from the data")]
 
 
 def _batch(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
@@ -282,48 +253,24 @@ def _batch(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
             why = f"training.globalBatchTokens {given:,}, rounded down to whole micro-batches on every process"
         else:
             why = "training.globalBatchTokens"
-        origin = Origin.COMPUTED if given is None else Origin.GIVEN
-        decisions.append(Decision("tokens a step", f"{plan.global_batch_tokens:,}", origin, why))
+        decisions.append(Decision("tokens a step", f"{plan.global_batch_tokens:,}", computed_unless(given), why))
     if plan.global_batch_size is not None:
         given = training.global_batch_size
-        why = (
-            f"{DEFAULT_GLOBAL_BATCH_SIZE}, rounded up to whole micro-batches on every process"
-            if given is None
-            else "training.globalBatchSize"
-        )
-        origin = Origin.COMPUTED if given is None else Origin.GIVEN
-        decisions.append(Decision("examples a step", f"{plan.global_batch_size:,}", origin, why))
-    if plan.max_tokens_per_micro_batch is not None:
+        default = f"{DEFAULT_GLOBAL_BATCH_SIZE}, rounded up to whole micro-batches on every process"
+        why = default if given is None else "training.globalBatchSize"
+        decisions.append(Decision("examples a step", f"{plan.global_batch_size:,}", computed_unless(given), why))
+    if (most := plan.max_tokens_per_micro_batch) is not None:
         given = training.max_tokens_per_micro_batch
-        decisions.append(
-            Decision(
-                "tokens a micro-batch",
-                f"{plan.max_tokens_per_micro_batch:,}",
-                Origin.COMPUTED if given is None else Origin.GIVEN,
-                "as data.maxLength" if given is None else "training.maxTokensPerMicroBatch",
-            )
-        )
+        why = "as data.maxLength" if given is None else "training.maxTokensPerMicroBatch"
+        decisions.append(Decision("tokens a micro-batch", f"{most:,}", computed_unless(given), why))
     else:
-        decisions.append(
-            Decision(
-                "examples a micro-batch",
-                f"{training.micro_batch_size:,}",
-                origin_of(training, "micro_batch_size"),
-                "training.microBatchSize",
-            )
-        )
-    accumulation = plan.gradient_accumulation
-    decisions.append(
-        Decision(
-            "gradient accumulation",
-            str(accumulation) if accumulation is not None else "varies",
-            Origin.COMPUTED,
-            "micro-batches a step on every process"
-            if accumulation is not None
-            else "packing decides how many micro-batches hold the examples of a step",
-        )
-    )
-    return decisions
+        origin = origin_of(training, "micro_batch_size")
+        size = f"{training.micro_batch_size:,}"
+        decisions.append(Decision("examples a micro-batch", size, origin, "training.microBatchSize"))
+    count, why = str(plan.gradient_accumulation), "micro-batches a step on every process"
+    if plan.gradient_accumulation is None:
+        count, why = "varies", "packing decides how many micro-batches hold the examples of a step"
+    return [*decisions, Decision("gradient accumulation", count, Origin.COMPUTED, why)]
 
 
 def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
@@ -345,7 +292,7 @@ def _optimisation(spec: SFTJobSpec, plan: Plan) -> list[Decision]:
         decay = f", to the power of {schedule.power:g}"
     elif schedule.cycles is not None:
         decay = f", {schedule.cycles} times"
-    precision = Origin.COMPUTED if training.precision is None else Origin.GIVEN
+    precision = computed_unless(training.precision)
     times = spec.lora.learning_rate_ratio if spec.lora else None
     of_b = f", of B {plan.learning_rate * times:g} (lora.learningRateRatio)" if times else ""
     return [
@@ -463,29 +410,15 @@ def _end(spec: SFTJobSpec) -> list[Decision]:
     ]
     if spec.data.evaluates:
         often = _interval(evaluation.every_steps, evaluation.every_epochs)
-        decisions.append(
-            Decision(
-                "evaluation",
-                f"{'before, ' if evaluation.before_training else ''}{f'every {often} and ' if often else ''}at the end",
-                origin_of(evaluation, "every_steps", "every_epochs", "before_training"),
-                _evaluated_on(spec),
-            )
-        )
+        when = f"{'before, ' if evaluation.before_training else ''}{f'every {often} and ' if often else ''}at the end"
+        origin = origin_of(evaluation, "every_steps", "every_epochs", "before_training")
+        decisions.append(Decision("evaluation", when, origin, _evaluated_on(spec)))
     if export.at_end:
-        decisions.append(
-            Decision(
-                "export to", export.uri or "export/ beside the checkpoints", origin_of(export, "uri"), "export.uri"
-            )
-        )
+        where = export.uri or "export/ beside the checkpoints"
+        decisions.append(Decision("export to", where, origin_of(export, "uri"), "export.uri"))
         if export.every_steps:
-            decisions.append(
-                Decision(
-                    "exported on the way",
-                    f"every {counted(export.every_steps, 'step')}, to step-… there",
-                    Origin.GIVEN,
-                    "export.everySteps",
-                )
-            )
+            steps = f"every {counted(export.every_steps, 'step')}, to step-… there"
+            decisions.append(Decision("exported on the way", steps, Origin.GIVEN, "export.everySteps"))
         which = {"last": "of the last step", "best": "of the lowest evaluation loss"}[export.checkpoint]
         decisions.append(Decision("exported checkpoint", which, origin_of(export, "checkpoint"), "export.checkpoint"))
         if spec.lora:
