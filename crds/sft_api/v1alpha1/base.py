@@ -138,6 +138,16 @@ def matches(pattern: str, message: str, *near_misses: NearMiss) -> Rule:
     )
 
 
+def not_both(block: str, one: str, other: str) -> Rule:
+    """A rule that of two optional fields of an object, which messages call ``block``, one at most is given."""
+    first, second = to_camel(one), to_camel(other)
+    return Rule(
+        f"!(has(self.{first}) && has(self.{second}))",
+        f"give {block}.{first} or {block}.{second}, not both",
+        lambda self: getattr(self, one) is None or getattr(self, other) is None,
+    )
+
+
 class ApiModel(BaseModel):
     """An object of the API: unknown fields are refused, values are never coerced, rules are enforced."""
 

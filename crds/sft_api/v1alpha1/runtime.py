@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .base import AnnotationMap, ApiModel, Epochs, LabelMap, Name, Rule, ShortText, matches
+from .base import AnnotationMap, ApiModel, Epochs, LabelMap, Name, Rule, ShortText, matches, not_both
 from .megatron import MegatronSpec
 from .quantities import RESOURCE_RULES, Quantity, at_least, at_most
 from .uris import HubBranch, HubRepository, StorageUri
@@ -75,13 +75,7 @@ class StrategySpec(ApiModel):
         "for it. Needs an image that has it (docs/megatron.md).",
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "!(has(self.fsdp) && has(self.megatron))",
-            "give strategy.fsdp or strategy.megatron, not both",
-            lambda self: self.fsdp is None or self.megatron is None,
-        ),
-    )
+    rules: ClassVar[tuple[Rule, ...]] = (not_both("strategy", "fsdp", "megatron"),)
 
 
 ResourceMap = Annotated[dict[str, Quantity], Field(max_length=16), *RESOURCE_RULES]
@@ -426,13 +420,7 @@ class CheckpointSpec(ApiModel):
     )
     resume: ResumeSpec = Field(default_factory=ResumeSpec, description="Where training starts.")
 
-    rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "!(has(self.everySteps) && has(self.everyEpochs))",
-            "give checkpoint.everySteps or checkpoint.everyEpochs, not both",
-            lambda self: self.every_steps is None or self.every_epochs is None,
-        ),
-    )
+    rules: ClassVar[tuple[Rule, ...]] = (not_both("checkpoint", "every_steps", "every_epochs"),)
 
 
 class HubSpec(ApiModel):

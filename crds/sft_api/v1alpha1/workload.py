@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from .base import ApiModel, Epochs, Name, NearMiss, Rule, ShortText, matches
+from .base import ApiModel, Epochs, Name, NearMiss, Rule, ShortText, matches, not_both
 from .lora import WeightsName
 from .model_config import ConfigOverrides
 from .uris import ModelUri
@@ -185,21 +185,13 @@ class ScheduleSpec(ApiModel):
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "!(has(self.warmupRatio) && has(self.warmupSteps))",
-            "give schedule.warmupRatio or schedule.warmupSteps, not both",
-            lambda self: self.warmup_ratio is None or self.warmup_steps is None,
-        ),
+        not_both("schedule", "warmup_ratio", "warmup_steps"),
         Rule(
             "self.type != 'constant' || !(has(self.warmupRatio) || has(self.warmupSteps))",
             "schedule type constant has no warm-up: use constantWithWarmup",
             lambda self: self.type != "constant" or (self.warmup_ratio is None and self.warmup_steps is None),
         ),
-        Rule(
-            "!(has(self.decayRatio) && has(self.decaySteps))",
-            "give schedule.decayRatio or schedule.decaySteps, not both",
-            lambda self: self.decay_ratio is None or self.decay_steps is None,
-        ),
+        not_both("schedule", "decay_ratio", "decay_steps"),
         Rule(
             "self.type == 'warmupStableDecay' || !(has(self.decayRatio) || has(self.decaySteps))",
             "schedule.decayRatio and schedule.decaySteps are for type warmupStableDecay alone",
@@ -256,11 +248,7 @@ class EvaluationSpec(ApiModel):
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "!(has(self.everySteps) && has(self.everyEpochs))",
-            "give training.evaluation.everySteps or training.evaluation.everyEpochs, not both",
-            lambda self: self.every_steps is None or self.every_epochs is None,
-        ),
+        not_both("training.evaluation", "every_steps", "every_epochs"),
         Rule(
             "!has(self.earlyStopping) || has(self.everySteps) || has(self.everyEpochs)",
             "training.evaluation.earlyStopping needs training.evaluation.everySteps or everyEpochs: how often to look",
@@ -413,16 +401,8 @@ class TrainingSpec(ApiModel):
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "!(has(self.steps) && has(self.epochs))",
-            "give training.steps or training.epochs, not both",
-            lambda self: self.steps is None or self.epochs is None,
-        ),
-        Rule(
-            "!(has(self.globalBatchSize) && has(self.globalBatchTokens))",
-            "give training.globalBatchSize or training.globalBatchTokens, not both",
-            lambda self: self.global_batch_size is None or self.global_batch_tokens is None,
-        ),
+        not_both("training", "steps", "epochs"),
+        not_both("training", "global_batch_size", "global_batch_tokens"),
         Rule(
             "!has(self.loss) || self.loss != 'dft' || !has(self.labelSmoothing) || self.labelSmoothing == 0.0",
             "training.loss: dft is of the right token alone, and training.labelSmoothing of all: leave one out",
