@@ -15,12 +15,12 @@ from sft_trainer.data.sources import open_source
 from sft_trainer.data.steps import plan_steps
 from sft_trainer.data.tokenize import tokenize_source
 from sft_trainer.data.tokenized import TokenizedSource
-from sft_trainer.errors import TrainingError
 from sft_trainer.fetch import disk_error
 
-from .console import result, say
+from .console import result, say, warn
 from .data import read_tokenizer, sets_of
 from .errors import UserError
+from .trainer_errors import as_user_errors
 from .words import counted
 
 if TYPE_CHECKING:
@@ -40,10 +40,9 @@ def show_all_data(job: SFTJob, *, evaluation: bool) -> None:
     """
     sets = sets_of(job, evaluation=evaluation)
     try:
-        tokenizer = read_tokenizer(job.spec)
-        found = [_show_source(source, part, job.spec, tokenizer) for source, part in sets]
-    except TrainingError as error:
-        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
+        with as_user_errors():
+            tokenizer = read_tokenizer(job.spec)
+            found = [_show_source(source, part, job.spec, tokenizer) for source, part in sets]
     except OSError as error:  # of the cache: rows that cannot be read are a DataError
         disk = disk_error(error, cache_directory())
         raise UserError(str(disk), exit_code=exit_code(disk.failure)) from error
@@ -72,12 +71,12 @@ def _show_source(
         cache_dir=cache_directory(),
         on_progress=lambda done, rows: progress(f"{done:,} of {counted(rows, 'row')} ..."),
         on_wait=lambda _: progress("another process tokenises the same rows ..."),
-        on_warning=lambda text: say(f"Warning: {text}", fg="yellow"),
+        on_warning=warn,
     )
     name = part(opened).name
     result(f"{name}: {made.report.summary()}")
     for warning in made.report.warnings():
-        say(f"Warning: {name}: {warning}", fg="yellow")
+        warn(f"{name}: {warning}")
     return made
 
 

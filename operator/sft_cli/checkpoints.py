@@ -1,9 +1,7 @@
 """``sft checkpoints``: what lies in the place of a run, whether its bytes are what was written, and what may go."""
 
-import json
 import time
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +15,15 @@ from sft_trainer.checkpoint.errors import NoUsableCheckpointError
 from sft_trainer.checkpoint.inspecting import Folder, damage, folders_of, is_gone
 from sft_trainer.checkpoint.protocol import Protocol, Pruning
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.errors import ConfigError, StorageNotFoundError, StorageRefusedError, TrainingError
+from sft_trainer.errors import ConfigError, StorageNotFoundError, StorageRefusedError
 from sft_trainer.place import read_done, read_record
 
 from .checkpoint_list import Place, document_of, lines_of, size_text
-from .console import result, say
+from .console import document, result, say
 from .errors import UserError
 from .stores import store_and_job, store_of
 from .told import Counted, Told
+from .trainer_errors import as_user_errors
 from .words import counted
 
 _SHOWN_PROBLEMS = 20
@@ -33,10 +32,10 @@ _SHOWN_PROBLEMS = 20
 
 def list_checkpoints(place: str, *, name: str | None, output: str) -> None:
     """Print what lies in ``place``. Raises UserError."""
-    with _sentences():
+    with as_user_errors():
         found = _look(store_of(place, name, Path.cwd()))
     if output == "json":
-        result(json.dumps(document_of(found), indent=2))
+        document(document_of(found), output)
     else:
         for line in lines_of(found):
             result(line)
@@ -44,14 +43,14 @@ def list_checkpoints(place: str, *, name: str | None, output: str) -> None:
 
 def verify_checkpoints(place: str, *, name: str | None, step: int | None, newest: bool, output: str) -> int:
     """Read every byte of the checkpoints that are meant and print the verdict on each; returns the exit code."""
-    with _sentences():
+    with as_user_errors():
         store = store_of(place, name, Path.cwd())
         folders = _meant(store, step=step, newest=newest)
         told = Counted(Told("read and compared"))
         looked = [(folder, _verdict(store, folder, told)) for folder in folders]
         verdicts = [(folder, problems) for folder, problems in looked if problems is not None]
     if output == "json":
-        result(json.dumps([_verdict_document(*item) for item in verdicts], indent=2))
+        document([_verdict_document(*item) for item in verdicts], output)
     else:
         for folder, problems in verdicts:
             _print_verdict(folder, problems)
@@ -74,7 +73,7 @@ def prune_checkpoints(
     (checkpoint.keep.everySteps) stay as well, and with ``best_of_job`` as many of the best as it says (keep.best).
     ``unfinished``: folders without a manifest go, except those that a living run may be writing.
     """
-    with _sentences():
+    with as_user_errors():
         store, job = store_and_job(place, name, Path.cwd())
         if keep is not None and job is not None:
             said = job.spec.checkpoint.keep
@@ -123,15 +122,6 @@ def prune_checkpoints(
         protocol.remove(pruning)
         if unfinished and not lives:
             protocol.drop_unfinished_uploads()
-
-
-@contextmanager
-def _sentences() -> Iterator[None]:
-    """The trainer's errors as those of a command."""
-    try:
-        yield
-    except TrainingError as error:
-        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
 
 
 def _look(store: Store) -> Place:

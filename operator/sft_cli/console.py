@@ -1,6 +1,7 @@
 """What commands print: results on stdout, everything said on the way on stderr, colour where somebody looks at it."""
 
 import errno
+import json
 import os
 import re
 import stat
@@ -90,6 +91,21 @@ def _nobody_reads(error: OSError, descriptor: int) -> bool:
     """
     gone = error.errno == errno.EIO and not stat.S_ISREG(os.fstat(descriptor).st_mode)
     return error.errno == errno.EPIPE or gone
+
+
+def document(value: Any, output: str) -> None:
+    """``value`` as YAML or JSON, whichever ``output`` names, as what the command was asked for."""
+    if output == "json":
+        result(json.dumps(value, indent=2))
+    else:
+        import yaml  # not by commands that print text
+
+        result(yaml.safe_dump(value, sort_keys=False, allow_unicode=has_all_characters()).rstrip())
+
+
+def warn(text: str) -> None:
+    """A line about what may be other than was meant."""
+    say(f"Warning: {text}", fg="yellow")
 
 
 def say(text: str, **style: Any) -> None:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from sft_api.failures import exit_code
 from sft_api.v1alpha1.data import DataSource
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 from sft_trainer.cache import cache_directory
@@ -15,12 +14,12 @@ from sft_trainer.data.preview import Preview, preview_row, render_text, to_jsonl
 from sft_trainer.data.sources import open_source
 from sft_trainer.data.tokenize import check_named_columns, settings_for, warnings_of
 from sft_trainer.data.tokenizer import Codec, load_tokenizer
-from sft_trainer.errors import TrainingError
 from sft_trainer.fetch import localise
 
-from .console import coloured, has_all_characters, result, say
+from .console import coloured, has_all_characters, result, say, warn
 from .errors import UserError
 from .local import data_out_of_reach
+from .trainer_errors import as_user_errors
 from .words import counted
 
 if TYPE_CHECKING:
@@ -33,12 +32,10 @@ def show_data(job: SFTJob, *, rows: int, evaluation: bool, output: str) -> None:
     Raises UserError when something cannot be read or has no exact mask.
     """
     sets = sets_of(job, evaluation=evaluation)
-    try:
+    with as_user_errors():
         codec = Codec.of(read_tokenizer(job.spec))
         for source, part in sets:
             _show_source(source, part, job.spec, codec, rows, output)
-    except TrainingError as error:
-        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
 
 
 def sets_of(job: SFTJob, *, evaluation: bool) -> list[tuple[DataSource, Part]]:
@@ -75,7 +72,7 @@ def _show_source(source: DataSource, part: Part, spec: SFTJobSpec, codec: Codec,
     settings = settings_for(opened, source, spec.data)
     check_named_columns(opened, settings)
     for warning in warnings_of(opened, source, settings, codec):
-        say(f"Warning: {warning}", fg="yellow")
+        warn(warning)
     meant = part(opened)
     previews = (preview_row(place, row, settings, codec) for place, row in meant.read(0, min(rows, len(meant))))
     if output == "jsonl":

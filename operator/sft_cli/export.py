@@ -23,7 +23,6 @@ from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.inspecting import is_gone
 from sft_trainer.checkpoint.opening import open_store
 from sft_trainer.checkpoint.store import S3Settings, Store
-from sft_trainer.errors import TrainingError
 from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.exporting import export_checkpoint
 from sft_trainer.export.uploading import upload as upload_export
@@ -32,12 +31,13 @@ from sft_trainer.place import check_same_run, read_record
 from sft_trainer.revisions import pinned
 from sft_trainer.topology import ALONE
 
-from .console import result, say
+from .console import result, say, warn
 from .errors import UserError
 from .files import FILE_SCHEME
 from .local import local_checkpoints, missing_logins, overwritten
 from .problems import sentences
 from .told import Counted, Told
+from .trainer_errors import as_user_errors
 
 _TRIES = 5
 """The run may remove one after the other while it is exported."""
@@ -69,7 +69,7 @@ def export_job(
     problems += [f"--to {to}: {problem}" if to else problem for problem in overwritten(placed.spec, uri)]
     if problems:
         raise UserError(*problems)
-    try:
+    with as_user_errors():
         config = TrainerConfig.resolve(placed, uid=uid or "", default_checkpoint_uri=uri)
         s3 = S3Settings.from_spec(job.spec.checkpoint.s3)
         store, goal = open_store(uri, s3), open_store(target, s3)
@@ -95,8 +95,6 @@ def export_job(
         if hub is not None:
             # Also where a copy is known to have been made: it may be gone there.
             copy = upload_export(hub, goal, lambda words: say(f"Uploading to {words}", dim=True))
-    except TrainingError as error:
-        raise UserError(str(error), exit_code=exit_code(error.failure)) from error
     result(target.removeprefix(FILE_SCHEME))
     if copy is not None:
         result(copy.url)
@@ -128,7 +126,7 @@ def choose(found: Sequence[Manifest | Skipped], uri: str, *, step: int | None, b
     verified = [each for each in found if isinstance(each, Manifest)]
     skipped = [each for each in found if isinstance(each, Skipped)]
     for each in skipped:
-        say(f"Warning: checkpoint {each} (it is not used)", fg="yellow")
+        warn(f"checkpoint {each} (it is not used)")
     if not verified:
         raise UserError(
             f"there is no checkpoint in {uri} that can be used: checkpoint.uri, or --from if given, names the folder "
@@ -176,9 +174,6 @@ def _export(
         if kind == "model":
             say(f"The checkpoint holds what was trained; the rest is that of {uri}", dim=True)
         return _fetched(uri, kind, s3)
-
-    def warn(sentence: str) -> None:
-        say(f"Warning: {sentence}", fg="yellow")
 
     group = CheckpointGroup(ALONE, timedelta(hours=1))
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .console import open_streams, say
+from .console import open_streams, say, warn
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _load(
             name,
             overrides,
             generated_names=generated_names,
-            on_warning=lambda text: say(f"Warning: {text}", fg="yellow"),
+            on_warning=warn,
         )
     except ManifestError as error:
         raise UserError(*error.problems) from error

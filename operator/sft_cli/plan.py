@@ -1,16 +1,12 @@
 """``sft plan``: what would be run, and where each number comes from."""
 
-import json
-
-import yaml
-
 from sft_api.failures import ExitCode
 from sft_api.plan import Plan, make_plan
 from sft_api.small_data import small_data_warning
 from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
-from .console import result, say
+from .console import document, result, say, warn
 from .data_size import measure
 from .decisions import show, with_overrides
 from .explain import explain
@@ -57,19 +53,16 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
     found = measure_trained(job.spec, shape)
     fit = fit_of(job.spec, plan, shape)
     if names := names_warning(found, fit.refused):
-        say(f"Warning: {names}", fg="yellow")
+        warn(names)
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
     absent = (absent_warning(job.spec), absent_data_warning(job.spec), adapters_warning(job.spec, shape))
     for text in filter(None, (*absent, *surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape))):
-        say(f"Warning: {text}", fg="yellow")
+        warn(text)
     if warning := warning_of(job.spec, plan):
-        say(f"Warning: {warning}", fg="yellow")
-    document = plan.model_dump(mode="json", by_alias=True, exclude_none=True)
-    if output == "json":
-        result(json.dumps(document, indent=2))
-    elif output == "yaml":
-        result(yaml.safe_dump(document, sort_keys=False).rstrip())
+        warn(warning)
+    if output != "text":
+        document(plan.model_dump(mode="json", by_alias=True, exclude_none=True), output)
     else:
         result(job.metadata.name, bold=True)
         decisions = explain(job.spec, plan, fit.refused if fit.refused.startswith("lora.") else found)

@@ -1,7 +1,6 @@
 """``sft run``: an SFTJob on this machine, with the trainer, the supervisor and the status of the cluster."""
 
 import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -13,8 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from sft_api.failures import ExitCode, FailureClass
 from sft_api.place import TAKE_OVER_VARIABLE
 from sft_api.ports import free_port
@@ -24,9 +21,9 @@ from sft_api.rundir import write_atomically
 from sft_api.slow_gpus import slow_gpu
 from sft_api.times import timestamp
 from sft_api.v1alpha1.job import SFTJob
-from sft_api.v1alpha1.status import RestartsStatus, SFTJobStatus
+from sft_api.v1alpha1.status import RestartsStatus
 
-from .console import has_all_characters, result, say
+from .console import document, result, say
 from .ending import Ending, Times, ending_of, is_retried, run_status
 from .errors import UserError
 from .interruptions import Interruptions
@@ -48,6 +45,13 @@ _LOG_SAYS_MORE = (
     FailureClass.HANG,
     FailureClass.RESTARTS_EXHAUSTED,
 )
+_OF_A_CLUSTER: dict[str, Any] = {
+    "observed_generation": True,
+    "conditions": {"__all__": {"observed_generation"}},
+    "restarts": {"counted", "repeated", "echoes", "last_failure", "replaced_pods"},
+    "goodput": {"marks"},
+}
+"""Of a status, what says something in a cluster alone."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,8 @@ def _run_job(job: SFTJob, manifest: Path, options: Options, signals: ExitStack) 
     )
     _conclude(lines, ending, files, options.output)
     if options.output != "text":
-        _print_status(status, options.output)
+        shown = status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_OF_A_CLUSTER)
+        document(_without_empty(shown), options.output)
     return ending.exit_code
 
 
@@ -366,22 +371,6 @@ def _conclude(lines: Sequence[str], ending: Ending, files: RunFiles, output: str
     tell(first, fg=colour, bold=True)
     for line in others:
         tell(line)
-
-
-_OF_A_CLUSTER: dict[str, Any] = {
-    "observed_generation": True,
-    "conditions": {"__all__": {"observed_generation"}},
-    "restarts": {"counted", "repeated", "echoes", "last_failure", "replaced_pods"},
-    "goodput": {"marks"},
-}
-
-
-def _print_status(status: SFTJobStatus, output: str) -> None:
-    document = _without_empty(status.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=_OF_A_CLUSTER))
-    if output == "json":
-        result(json.dumps(document, indent=2))
-    else:
-        result(yaml.safe_dump(document, sort_keys=False, allow_unicode=has_all_characters()).rstrip())
 
 
 def _without_empty(value: Any) -> Any:

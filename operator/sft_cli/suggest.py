@@ -1,6 +1,5 @@
 """``sft plan --suggest``: with which strategy, over how many processes, a job fits its GPUs."""
 
-import json
 from typing import Any
 
 import yaml
@@ -11,7 +10,7 @@ from sft_api.memory_plan import config_download, gibibytes
 from sft_api.suggestions import Suggestion, suggestions
 from sft_api.v1alpha1.job import SFTJob
 
-from .console import result
+from .console import document, result
 from .errors import UserError
 from .local_model import model_shape, why_uncounted
 
@@ -46,9 +45,7 @@ def show_suggestions(job: SFTJob, output: str) -> int:
         for name, each in found.items():
             _show(_NAMES[name], each, gpu)
     else:
-        document = {name: _document(each) for name, each in found.items()}
-        as_yaml = yaml.safe_dump(document, sort_keys=False).rstrip()
-        result(json.dumps(document, indent=2) if output == "json" else as_yaml)
+        document({name: _document(each) for name, each in found.items()}, output)
     return 0 if any(isinstance(each, Suggestion) for each in found.values()) else int(ExitCode.CONFIG_ERROR)
 
 

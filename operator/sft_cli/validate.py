@@ -1,6 +1,5 @@
 """``sft validate``: manifests checked with the models the API server's schema is made from."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from sft_api.failures import ExitCode
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises
 
-from .console import result
+from .console import document, result
 from .local_model import (
     absent_data_warning,
     absent_warning,
@@ -74,7 +73,7 @@ def validate_manifests(paths: Sequence[Path], output: str, overrides: Sequence[O
             }
             for path, verdict in verdicts.items()
         ]
-        result(json.dumps(report, indent=2))
+        document(report, output)
     else:
         for path, verdict in verdicts.items():
             name = shown(path)

@@ -171,7 +171,7 @@ def test_adapters_to_begin_with_are_looked_at_where_they_are_on_this_machine(
     uri = f"file://{adapters_in(tmp_path / 'adapters', *layers)}"
 
     def told(uri: str, **lora: Any) -> str:
-        show_plan(job(model={"uri": "hf://Qwen/Qwen3-8B"}, lora={"adapterUri": uri, **lora}), "table")
+        show_plan(job(model={"uri": "hf://Qwen/Qwen3-8B"}, lora={"adapterUri": uri, **lora}), "text")
         told = capsys.readouterr()
         assert uri in told.out
         return told.err
@@ -242,7 +242,7 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
 
     asked = manifest(model={"uri": f"file://{tmp_path}"}, lora={"targetModules": ["query"]})
     (tmp_path / "job.yaml").write_text(json.dumps(asked))
-    show_plan(load_manifest(tmp_path / "job.yaml"), "table")
+    show_plan(load_manifest(tmp_path / "job.yaml"), "text")
     (warning,) = verdict_on(tmp_path / "job.yaml").warnings
 
     assert "lora.targetModules names 'query'" in warning
@@ -264,13 +264,13 @@ def test_names_of_layers_that_a_model_on_this_machine_lacks_are_told(
     assert "sequenceParallelDegree" in refused.problems[0]
     assert any("lora.targetModules names 'query'" in text for text in refused.warnings)
     capsys.readouterr()
-    show_plan(load_manifest(tmp_path / "job.yaml"), "table")
+    show_plan(load_manifest(tmp_path / "job.yaml"), "text")
     told = capsys.readouterr()
     assert "Warning: lora.targetModules names 'query'" in told.err + told.out
     (tmp_path / "config.json").unlink()
     # The head is a linear layer, also where it is tied and in no file: to except it says nothing wrong
     tied = job(model={"uri": f"file://{tmp_path}"}, lora={"excludeModules": ["lm_head"]})
-    show_plan(tied, "table")
+    show_plan(tied, "text")
     told = capsys.readouterr()
     assert "Warning: lora" not in told.err + told.out
     assert "1 layer with adapters" in told.out
