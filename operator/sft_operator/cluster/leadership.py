@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 
 from ..config import LeaderElectionSettings
 from ..picture.observed import Manifest
+from ..picture.untrusted import part
 from .client import REQUEST_ERRORS, ApiError, Cluster
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Leadership:
         try:
             async with asyncio.timeout(self._settings.renew_seconds):
                 lease = await self._cluster.get("Lease", self._settings.namespace, self._settings.name)
-                if lease["spec"].get("holderIdentity") == self._identity:
+                if part(lease, "spec").get("holderIdentity") == self._identity:
                     await self._put(lease, holder="")
         except REQUEST_ERRORS as error:
             logger.warning("Lease %s was not released: %s", self._settings.name, _words(error))
@@ -91,7 +92,7 @@ class Leadership:
             if error.code != 404:
                 raise
             return await self._create()
-        holder = lease["spec"].get("holderIdentity") or ""
+        holder = part(lease, "spec").get("holderIdentity") or ""
         if holder not in ("", self._identity) and (renew_only or not self._expired(lease)):
             return False
         try:
@@ -107,7 +108,7 @@ class Leadership:
         version = lease["metadata"]["resourceVersion"]
         if version != self._seen:
             self._seen, self._seen_at = version, now
-        seconds = lease["spec"].get("leaseDurationSeconds") or self._settings.lease_seconds
+        seconds = part(lease, "spec").get("leaseDurationSeconds") or self._settings.lease_seconds
         return bool(now - self._seen_at > seconds)
 
     async def _create(self) -> bool:
@@ -126,12 +127,12 @@ class Leadership:
         return True
 
     async def _put(self, lease: Manifest, *, holder: str) -> None:
-        transitions = lease["spec"].get("leaseTransitions") or 0
-        if holder and lease["spec"].get("holderIdentity") != holder:
-            transitions += 1
+        before = part(lease, "spec")
+        renewed = bool(holder) and before.get("holderIdentity") == holder
+        transitions = (before.get("leaseTransitions") or 0) + (bool(holder) and not renewed)
         manifest = {**lease, "spec": self._spec(holder, transitions)}
-        if holder and lease["spec"].get("holderIdentity") == holder:
-            manifest["spec"]["acquireTime"] = lease["spec"].get("acquireTime")
+        if renewed:
+            manifest["spec"]["acquireTime"] = before.get("acquireTime")
         await self._cluster.update("Lease", self._settings.namespace, self._settings.name, manifest)
 
     def _spec(self, holder: str, transitions: int) -> Manifest:

@@ -110,7 +110,7 @@ def loss(pod: Pod, *, gone: bool) -> Loss | None:
         return None
     ended = pod.terminated
     time = ended.finished if ended else None
-    where = f"pod {pod.name}" + (f" on node {pod.node}" if pod.node else "")
+    where = f"pod {pod.where}"
     target = pod.conditions.get("DisruptionTarget")
     if target and target.status:
         message = f"{where} was disrupted: {target.message or target.reason}"

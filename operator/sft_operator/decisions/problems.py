@@ -132,7 +132,7 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
             words = "something in this cluster holds it back before it is scheduled (spec.schedulingGates)"
             return Problem("SchedulingGated", f"pod {pod.name}: {words}: {scheduled.message}", False)
         return _unscheduled(pod, scheduled.message)
-    where = f"pod {pod.name} on node {pod.node}" if pod.node else f"pod {pod.name}"
+    where = f"pod {pod.where}"
     words = f"{where}: {pod.waiting_reason}: {pod.waiting_message}"
     if before := pod.waiting_container:
         # A webhook has put it there, so nothing in the spec is to be corrected.
@@ -159,14 +159,15 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
     if before and pod.waiting_reason == CRASHES:
         return Problem("InitContainer", f"{words}; see its log, or ask whoever puts it there", True)
     for warning in observed.warnings:
-        # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
-        behind = _KUBELET_BEHIND.search(warning.message)
-        if warning.subject == f"Pod/{pod.name}" and _ELSEWHERE in warning.message:
+        if warning.subject != f"Pod/{pod.name}":
+            continue
+        if _ELSEWHERE in warning.message:
             return _volume_elsewhere(pod, warning, observed.job)
-        if warning.subject == f"Pod/{pod.name}" and warning.reason in _VOLUME and not behind:
+        # The kubelet has not heard of the ConfigMap yet when it starts again, or faster than its watch.
+        if warning.reason in _VOLUME and not _KUBELET_BEHIND.search(warning.message):
             return Problem(warning.reason, f"pod {pod.name}: {warning.message}", True)
         # What has an address is past that, whatever was said of it before.
-        if warning.subject == f"Pod/{pod.name}" and warning.reason == _SANDBOX and pod.ip is None:
+        if warning.reason == _SANDBOX and pod.ip is None:
             lacks = _NO_RUNTIME.search(warning.message) is not None
             advice = "correct spec.compute.runtimeClassName, or have its runtime on these nodes"
             words = advice if lacks else "its node tries again; if that stays so, see its network and its runtime"

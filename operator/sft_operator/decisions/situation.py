@@ -264,9 +264,8 @@ def _deleting(child: ChildJob) -> str:
 
 
 def _named(pods: tuple[Pod, ...]) -> str:
-    names = [f"{pod.name} on node {pod.node}" if pod.node else pod.name for pod in pods[:_SHOWN_PODS]]
     more = f" and {len(pods) - _SHOWN_PODS} more" if len(pods) > _SHOWN_PODS else ""
-    return f"{', '.join(names)}{more}"
+    return f"{', '.join(pod.where for pod in pods[:_SHOWN_PODS])}{more}"
 
 
 def _earlier(pods: tuple[Pod, ...]) -> str:

@@ -123,6 +123,11 @@ class Pod:
     tracked: bool = False
     """Whether the Job controller looks at it: ``TRACKING_FINALIZER``."""
 
+    @property
+    def where(self) -> str:
+        """Its name, with its node once it has one, for messages."""
+        return f"{self.name} on node {self.node}" if self.node else self.name
+
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> "Pod":
         """The pod in ``manifest``."""

@@ -120,3 +120,19 @@ def test_a_lease_whose_answer_came_when_it_may_have_been_taken_is_not_held_yet()
 
     in_no_time(scenario())
     assert len(api.written) == 2
+
+
+@pytest.mark.parametrize("lease", [{}, {"spec": None}], ids=["absent", "null"])
+def test_a_lease_that_someone_made_without_a_spec_is_nobodys(lease: dict[str, Any]) -> None:
+    api = Slow(0.0, 0.0)
+    api.lease = {"metadata": {"resourceVersion": "1"}, **lease}
+
+    async def scenario() -> None:
+        leadership = Leadership(cast(Cluster, api), SETTINGS, "me")
+        await leadership.release()
+        await leadership.acquire()
+        assert api.lease["spec"]["holderIdentity"] == "me"
+        await leadership.release()
+        assert api.lease["spec"]["holderIdentity"] == ""
+
+    in_no_time(scenario())
