@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from .megatron import ENDS, even_enough, model_problem
 from .memory import MemoryEstimate
-from .memory_plan import WARNED_SHARE, gibibytes, memory_of, remedies
+from .memory_needed import WARNED_SHARE, gibibytes, memory_of
+from .memory_remedies import remedies
 from .model_shape import ModelShape
 from .plan import make_plan
 from .sequence_parallel import layers_problem, possible

@@ -6,7 +6,8 @@ import yaml
 
 from sft_api.failures import ExitCode
 from sft_api.gpus import declared_gpu_memory
-from sft_api.memory_plan import config_download, gibibytes
+from sft_api.memory_needed import gibibytes
+from sft_api.memory_plan import config_download
 from sft_api.suggestions import Suggestion, suggestions
 from sft_api.v1alpha1.job import SFTJob
 

@@ -11,7 +11,8 @@ from sft_api.known_models import known_configs, known_shape
 from sft_api.megatron import across_nodes_warning
 from sft_api.memory import MemoryEstimate
 from sft_api.memory_megatron import changes, estimate_stage, held_by, layer_memory
-from sft_api.memory_plan import Fit, gibibytes, judge
+from sft_api.memory_needed import gibibytes
+from sft_api.memory_plan import Fit, judge
 from sft_api.model_shape import ModelShape
 from sft_api.plan import make_plan
 from sft_api.surprises import surprises

@@ -6,16 +6,9 @@ import pytest
 
 from sft_api.gpus import declared_gpu_memory, product_memory
 from sft_api.known_models import known_configs, known_shape
-from sft_api.memory_plan import (
-    Fit,
-    gibibytes,
-    judge,
-    memory_of,
-    parameter_count,
-    remedies,
-    sentences,
-    staging_warning,
-)
+from sft_api.memory_needed import gibibytes, memory_of, parameter_count
+from sft_api.memory_plan import Fit, judge, sentences, staging_warning
+from sft_api.memory_remedies import remedies
 from sft_api.model_config import shape_of
 from sft_api.plan import make_plan
 from sft_api.v1alpha1.job import SFTJobSpec

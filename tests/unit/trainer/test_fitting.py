@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sft_api.memory import Sizes, estimate, sizes_of
-from sft_api.memory_plan import staging
+from sft_api.memory_needed import staging
 from sft_api.model_config import shape_of
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError

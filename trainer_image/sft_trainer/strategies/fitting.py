@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from sft_api.block_memory import knows_compiled
 from sft_api.memory import MemoryEstimate
-from sft_api.memory_plan import gibibytes, parts_in_words, sentences
+from sft_api.memory_needed import gibibytes, parts_in_words
+from sft_api.memory_plan import sentences
 from sft_api.model_config import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.errors import ConfigError

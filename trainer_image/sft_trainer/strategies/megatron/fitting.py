@@ -3,7 +3,7 @@
 from typing import Any
 
 from sft_api.memory import MemoryEstimate
-from sft_api.memory_plan import memory_of
+from sft_api.memory_needed import memory_of
 from sft_api.model_config import shape_of
 from sft_api.trainer_config import TrainerConfig
 from sft_trainer.models.causal_lm import CausalLM
