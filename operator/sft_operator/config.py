@@ -15,8 +15,8 @@ from sft_api.gpus import labelled_memory
 from sft_api.trust import checked_bundle
 from sft_api.v1alpha1 import ResourcesSpec, S3Spec
 from sft_api.v1alpha1.base import AnnotationMap, LabelMap, Name
+from sft_api.v1alpha1.compute import EnvVar
 from sft_api.v1alpha1.quantities import Quantity, quantity_value
-from sft_api.v1alpha1.runtime import EnvVar
 
 from .pod_template import OURS_IN_POD, checked_labels, checked_spec, merged, trainer_of, trainer_resources
 

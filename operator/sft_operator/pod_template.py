@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sft_api.v1alpha1 import GROUP, ComputeSpec, ResourcesSpec
-from sft_api.v1alpha1.runtime import EnvVar
+from sft_api.v1alpha1.compute import EnvVar
 from sft_api.v1alpha1.uris import CLAIMS_FOLDER
 
 from .names import CLAIM_VOLUME, MOUNTS, TRAINER_CONTAINER, child_labels

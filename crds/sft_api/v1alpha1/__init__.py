@@ -1,6 +1,7 @@
 """Version v1alpha1 of the API."""
 
 from .base import ApiModel, ReportModel, Rule
+from .compute import ComputeSpec, ResourcesSpec
 from .data import HELD_OUT, DataSource, DataSpec, EvalSource, HeldOutSpec, TrainSource
 from .goodput import GoodputStatus, LostGpuSeconds, SpentSeconds
 from .job import (
@@ -18,12 +19,10 @@ from .lora import LoraSpec
 from .megatron import MegatronSpec
 from .runtime import (
     CheckpointSpec,
-    ComputeSpec,
     ExportSpec,
     FsdpSpec,
     HubSpec,
     KeepSpec,
-    ResourcesSpec,
     ResumeSpec,
     RunPolicy,
     S3Spec,

@@ -5,13 +5,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from .base import ApiModel, LabelValue, QualifiedKeys, Rule, matches
+from .compute import ComputeSpec
 from .data import DataSpec
 from .lora import LoraSpec, Quantised
 from .megatron import WITH_THE_SAME_DATA, WITH_THE_SAME_DATA_IN_WORDS, megatron_of, megatron_rules
 from .model_config import ATTENTION_DROPOUTS
 from .monitoring import MonitoringSpec
 from .places import PLACE_RULES
-from .runtime import CheckpointSpec, ComputeSpec, ExportSpec, FsdpSpec, RunPolicy, StrategySpec
+from .runtime import CheckpointSpec, ExportSpec, FsdpSpec, RunPolicy, StrategySpec
 from .status import SFTJobStatus
 from .words import does_not_divide
 from .workload import ModelSpec, TrainingSpec

@@ -12,9 +12,9 @@ import yaml
 from pydantic import ValidationError
 
 from sft_api.trainer_config import TrainerConfig
+from sft_api.v1alpha1.compute import ComputeSpec
 from sft_api.v1alpha1.job import ObjectMeta
 from sft_api.v1alpha1.quantities import times
-from sft_api.v1alpha1.runtime import ComputeSpec
 from sft_operator.builders import (
     begun_map,
     build_config_map,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import library
 
-from sft_api.v1alpha1.runtime import EnvVar
+from sft_api.v1alpha1.compute import EnvVar
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError, DeviceUnavailableError
 from sft_trainer.models import attention, attention_choice, flash_attention
