@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from sft_trainer.supervisor import http
-from sft_trainer.supervisor.http import MAX_BODY_BYTES, Client, Request, Response, serve
+from sft_trainer.supervisor.http import MAX_BODY_BYTES, Client, MalformedError, Request, Response, serve
 from tests.waiting import PATIENCE_SECONDS
 
 Talk = Callable[[int], Awaitable[None]]
@@ -86,6 +86,21 @@ def test_half_a_request_or_an_endless_one_gets_no_answer_and_harms_nobody(messag
         assert (await Client("127.0.0.1", port).post("/", b"", PATIENCE_SECONDS)).status == 200
 
     with_server(talk)
+
+
+@pytest.mark.parametrize("answer", ["HTTP/1.1 200 OK\r\nContent-Length: ²", "HTTP/1.1 ² OK\r\nContent-Length: 0"])
+def test_an_answer_that_cannot_be_understood_is_refused(answer: str) -> None:
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"{answer}\r\n\r\n".encode("latin-1"))
+
+    async def scenario() -> None:
+        async with await asyncio.start_server(answers, "127.0.0.1", 0) as server:
+            client = Client("127.0.0.1", server.sockets[0].getsockname()[1])
+            with pytest.raises(MalformedError, match="²"):
+                await client.post("/", b"", PATIENCE_SECONDS)
+
+    asyncio.run(scenario())
 
 
 def test_a_client_gives_up_in_time_and_connects_anew() -> None:

@@ -309,6 +309,19 @@ def test_what_is_old_is_told_no_more(tmp_path: Path) -> None:
     assert monitor.sample is None
 
 
+def test_a_folder_that_goes_while_it_is_looked_into_ends_no_monitor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given that the workers end, so that what they told is removed, between a look for the folder and one into it
+    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)
+
+    monitor.look()
+
+    assert monitor.sample is not None
+    assert monitor.sample.allocated == {}
+
+
 def test_a_run_without_gpus_asks_no_driver(tmp_path: Path, nvml: Nvml) -> None:
     monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
     monitor.look()

@@ -1,7 +1,6 @@
 """The edge of index 0: feeds the group with reports and progress, and answers over HTTP."""
 
 import asyncio
-import hmac
 import secrets
 import time
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from sft_api.trainer_config import BEGUN_FILE
 from .clock import AwakeClock
 from .group import HELD_SECONDS, Group
 from .http import Request, Response
-from .identity import mismatch
+from .identity import mismatch, same_token
 from .ledger import Ledger
 from .liveness import PASSIVE, Hang, find_hang
 from .output import Output
@@ -31,9 +30,6 @@ from .told import ToldFile
 
 _SHOWN_WARNINGS = 10
 """Of machines, in the report of a run."""
-# Below the range from which the kernel takes ports for outgoing connections: none of those can be in the way when
-# rank 0 listens seconds later.
-_MASTER_PORTS = range(20_000, 30_000)
 
 
 class Coordinator:
@@ -92,7 +88,7 @@ class Coordinator:
         if report.job_uid != settings.job_uid:
             # Who asks may have meant another pod, whose address this one has now: another connection may lead there.
             return _refusal(f"this is the group of job {settings.job_uid!r}, not {report.job_uid!r}")
-        if report.token and not hmac.compare_digest(report.token, settings.token):
+        if report.token and not same_token(settings.token, report.token):
             return _refusal(f"this is another run of job {settings.job_uid!r}: one of both is about to end")
         fits = 0 < report.node < settings.nodes
         if fits and report.version != settings.version:

@@ -59,7 +59,7 @@ async def _read_message(reader: asyncio.StreamReader, limit: int) -> tuple[str, 
     if "transfer-encoding" in headers:
         raise MalformedError("transfer-encoding is not supported")
     length = headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > limit:
+    if not length.isdecimal() or int(length) > limit:
         raise MalformedError(f"content-length {length} is not a number up to {limit}")
     return first, headers, await reader.readexactly(int(length))
 
@@ -136,7 +136,7 @@ class Client:
                 await writer.drain()
                 first, headers, content = await _read_message(reader, MAX_ANSWER_BYTES)
                 words = first.split(" ", 2)
-                if len(words) < 2 or not words[1].isdigit():
+                if len(words) < 2 or not words[1].isdecimal():
                     raise MalformedError(f"not a status line: {first[:80]!r}")
                 self.peer = str(writer.get_extra_info("peername")[0])
         except BaseException:

@@ -1,14 +1,13 @@
 """A member's connection to index 0."""
 
 import asyncio
-import hmac
 from collections.abc import Callable
 
 from pydantic import ValidationError
 
 from .clock import AwakeClock
 from .http import Client, MalformedError
-from .identity import mismatch
+from .identity import mismatch, same_token
 from .output import Output
 from .protocol import EXCHANGE_SECONDS, REFUSED_SECONDS, RETRY_SECONDS, Order, Report
 from .settings import Settings
@@ -99,7 +98,7 @@ class Link:
             if not order.token:
                 self._refuse(mismatch({0: ""}, self._settings.version, of=self._settings.node))
                 return None
-            if not hmac.compare_digest(order.token, self._settings.token):
+            if not same_token(self._settings.token, order.token):
                 self._refuse("it answers for another run")
                 return None
         except EOFError:

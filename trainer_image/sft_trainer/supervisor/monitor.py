@@ -3,10 +3,9 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory
 
@@ -142,9 +141,8 @@ def _numbers(gpus: list[GpuFigures]) -> str:
 
 def _allocated(folder: Path) -> dict[int, AllocatedMemory]:
     found: dict[int, AllocatedMemory] = {}
-    for file in folder.glob("rank-*.json"):
-        try:
-            found[int(file.stem.removeprefix("rank-"))] = AllocatedMemory.model_validate_json(file.read_bytes())
-        except (OSError, ValueError, ValidationError):
-            continue  # being replaced, or of a start that has ended
+    with suppress(OSError):  # of a start that ends meanwhile the folder goes, too
+        for file in folder.glob("rank-*.json"):
+            with suppress(OSError, ValueError):  # being replaced, or of a start that has ended
+                found[int(file.stem.removeprefix("rank-"))] = AllocatedMemory.model_validate_json(file.read_bytes())
     return found
