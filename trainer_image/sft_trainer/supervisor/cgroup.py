@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -44,14 +45,7 @@ class Cgroup:
 
         What the group holds of files is not counted: the kernel lets go of it when memory is asked for.
         """
-        found = []
-        for controller, limit, usage, prefix in (
-            ("", "memory.max", "memory.current", ""),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-        ):
-            most, used = self._read(controller, limit).strip(), self._read(controller, usage).strip()
-            if most.isdigit() and used.isdigit():
-                found.append(int(most) - max(0, int(used) - self._cached(controller, prefix)))
+        found = [limit - used for used, limit in self._memory() if limit is not None]
         if (machine := _machine_memory(meminfo).get("MemAvailable")) is not None:
             found.append(machine)
         return max(0, min(found)) if found else None
@@ -59,17 +53,10 @@ class Cgroup:
     def memory(self, meminfo: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
         """Bytes that this group holds, without cached files, which the kernel lets go of when memory is asked for, and
         its limit: that of the machine where it has none of its own. None where they are not told."""
-        limit = _machine_memory(meminfo).get("MemTotal")
-        for controller, most, usage, prefix in (
-            ("", "memory.max", "memory.current", ""),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-        ):
-            used, own = self._read(controller, usage).strip(), self._read(controller, most).strip()
-            if used.isdigit():
-                # Without a limit v1 tells a number that no machine has.
-                limits = [each for each in (limit, int(own) if own.isdigit() else None) if each is not None]
-                return max(0, int(used) - self._cached(controller, prefix)), min(limits, default=None)
-        return None, limit
+        used, own = next(self._memory(), (None, None))
+        # Without a limit v1 tells a number that no machine has.
+        limits = [each for each in (own, _machine_memory(meminfo).get("MemTotal")) if each is not None]
+        return used, min(limits, default=None)
 
     def cpu_times(self) -> tuple[float | None, float | None]:
         """Seconds that processors worked for this group, and that it was kept waiting by its quota; None where they
@@ -88,10 +75,18 @@ class Cgroup:
             "memory", "memory.oom_control", "oom_kill"
         )
 
-    def _cached(self, controller: str, prefix: str) -> int:
-        """Bytes of cached files: those read once, and those read again, as a model is that is checked and loaded."""
-        kinds = ("active", "inactive")
-        return sum(self._counter(controller, "memory.stat", f"{prefix}{kind}_file") for kind in kinds)
+    def _memory(self) -> Iterator[tuple[int, int | None]]:
+        """Bytes that this group holds without cached files, those read once and those read again, as a model is that
+        is checked and loaded; and its limit, if it has one. Of each version of control groups that tells it."""
+        for controller, usage, limit, prefix in (
+            ("", "memory.current", "memory.max", ""),
+            ("memory", "memory.usage_in_bytes", "memory.limit_in_bytes", "total_"),
+        ):
+            used, most = self._read(controller, usage).strip(), self._read(controller, limit).strip()
+            if used.isdigit():
+                files = (f"{prefix}{kind}_file" for kind in ("active", "inactive"))
+                cached = sum(self._counter(controller, "memory.stat", file) for file in files)
+                yield max(0, int(used) - cached), int(most) if most.isdigit() else None
 
     def _counter(self, controller: str, name: str, key: str) -> int:
         for line in self._read(controller, name).splitlines():

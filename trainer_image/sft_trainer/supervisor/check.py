@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 from sft_api.failures import FailureClass
 from sft_api.rundir import ERRORS_FOLDER
@@ -74,14 +75,7 @@ class Check:
         process = Workers(0, self._run_dir, self._output, expected=1)
         command = (sys.executable, "-m", str(self._module))
         try:
-            process.start(
-                lambda environment, *, stdout, stderr: start_process(
-                    command, environment, stdout=stdout, stderr=stderr
-                ),
-                environment,
-                rank=0,
-                prefix=b"",
-            )
+            process.start(partial(start_process, command), environment, rank=0, prefix=b"")
         except OSError as problem:
             self._output.say(f"nothing is found out before the imports: {problem}")
             self._passed = True

@@ -376,14 +376,16 @@ class Node:
             message = last.message
         else:
             message = f"asked to stop; the workers ended with {last.failure}: {last.message}"
+        # Those that left since another pod was asked to, or were killed in the end, have not said that it is over.
+        self._end_with(FailureClass.INTERRUPTED, message, step=last.step if last else 0, said=self._left_as_asked)
+
+    def _end_with(self, failure: FailureClass, message: str, *, said: bool, step: int = 0) -> None:
+        """End this pod, whose last step was that one as far as it knows; ``said`` as of ``_leave_last_words``."""
         if self._coordinator is not None:
-            end = termination(FailureClass.INTERRUPTED, message, self._coordinator.group.training)
-            # Those that left since another pod was asked to, or were killed in the end, have not said that it is over.
-            self._leave_last_words(self._coordinator.group, end, said=self._left_as_asked)
+            group = self._coordinator.group
+            self._leave_last_words(group, termination(failure, message, group.training), said=said)
         else:
-            self._end = TerminationMessage(
-                failure=FailureClass.INTERRUPTED, message=message, step=last.step if last else 0
-            )
+            self._end = TerminationMessage(failure=failure, message=message, step=step)
 
     def _leave_last_words(self, group: Group, end: TerminationMessage, *, said: bool) -> None:
         """End as index 0; ``said``: its workers have left the word in their place that nobody trains there."""
@@ -408,12 +410,8 @@ class Node:
         if asked:
             # Perhaps it is only slow to give its memory back.
             message = f"asked to stop; a worker had not ended {lasted} after SIGKILL: if that repeats, look at the node"
-        if self._coordinator is not None:
-            group = self._coordinator.group
-            # Whether what lives on still writes there nobody knows: no word that it does not.
-            self._leave_last_words(group, termination(failure, message, group.training), said=True)
-        else:
-            self._end = TerminationMessage(failure=failure, message=message)
+        # Whether what lives on still writes there nobody knows: no word that it does not.
+        self._end_with(failure, message, said=True)
 
     # Start and end
 
