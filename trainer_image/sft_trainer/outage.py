@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from sft_api.failures import FailureClass
 from sft_api.progress import StorageOutage
@@ -72,6 +73,20 @@ def of_another_place() -> Iterator[None]:
         raise
 
 
+class PastOutage(NamedTuple):
+    """One that is over."""
+
+    told: StorageOutage
+    """As it was told last."""
+    seconds: float
+    """For which it lasted."""
+
+    def sentence(self, done: str) -> str:
+        """What to tell of it: nothing could be ``done`` meanwhile."""
+        since = timestamp(self.told.since)
+        return f"for {duration(self.seconds)}, from {since}, nothing could be {done}: {self.told.message}"
+
+
 class Outage:
     """What this process knows of the store's not taking what it is given; none to begin with."""
 
@@ -91,9 +106,11 @@ class Outage:
         self.told: StorageOutage | None = None
         """While it lasts."""
 
-    def failed(self, error: TrainingError) -> None:
-        """Take in that something could not be written, because of ``error``."""
+    def failed(self, error: TrainingError) -> StorageOutage | None:
+        """Take in that something could not be written, because of ``error``; the outage, where it begins with that."""
+        lasts = self.told is not None
         self.met(error.failure, str(error))
+        return None if lasts else self.told
 
     def met(self, failure: FailureClass, message: str) -> None:
         """Take in that it was met with the answer ``message``."""
@@ -117,12 +134,10 @@ class Outage:
             self._began = self._clock()
         self.told = told
 
-    def ended(self) -> float | None:
-        """Take in that something was written; the seconds for which nothing could be, if there was an outage."""
-        if self.told is None:
-            return None
-        self.told = None
-        return self._clock() - self._began
+    def ended(self) -> PastOutage | None:
+        """Take in that something was written; the outage that ends with that, if there was one."""
+        told, self.told = self.told, None
+        return None if told is None else PastOutage(told, self._clock() - self._began)
 
     @property
     def seconds_to_next_try(self) -> float:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -10,7 +11,6 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Incident, Phase
-from sft_api.report import duration
 from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
@@ -133,11 +133,8 @@ class Saving:
         The claim carries the leader's ``incidents``: how earlier attempts ended, and the word by which the
         place is taken over.
         """
-        self._wait_for(Phase.LOADING, "claiming the attempt")
-        try:
+        with self._waiting_for(Phase.LOADING, "claiming the attempt"):
             attempt = self._manager.claim_attempt(self._config.job.uid, accept, incidents, take_over)
-        finally:
-            self._work_on()
         self._tell_skipped()
         return attempt
 
@@ -158,9 +155,8 @@ class Saving:
             check_same_run(self._config, run)
             accept(run)
 
-        self._wait_for(Phase.LOADING, "reading the checkpoint")
-        manifest = self._manager.load_newest(boxes, accepted)
-        self._work_on()
+        with self._waiting_for(Phase.LOADING, "reading the checkpoint"):
+            manifest = self._manager.load_newest(boxes, accepted)
         self._tell_skipped()
         if manifest is not None:
             self._resumed = manifest
@@ -181,11 +177,8 @@ class Saving:
         Raises what ``find`` and ``accept`` raise, ``ConfigError`` when the boxes are not those of the checkpoint,
         ``NoUsableCheckpointError`` when it is damaged. A collective call.
         """
-        self._wait_for(Phase.LOADING, f"reading a checkpoint of another run in {store.uri}")
-        try:
+        with self._waiting_for(Phase.LOADING, f"reading a checkpoint of another run in {store.uri}"):
             manifest = self._manager.load_from(store, find, boxes, accept)
-        finally:
-            self._work_on()
         self._began_at = manifest.step if goes_on else 0
         self._reporter.say("this run begins with %s of the run in %s", manifest.id.folder, store.uri)
         return manifest
@@ -236,9 +229,8 @@ class Saving:
 
     def _wait_for_copy(self) -> float:
         before, began = self._reporter.progress, time.monotonic()
-        self._wait_for(Phase.SAVING, "copying the checkpoint to host memory")
-        self._manager.copied()
-        self._work_on()
+        with self._waiting_for(Phase.SAVING, "copying the checkpoint to host memory"):
+            self._manager.copied()
         self._reporter.update(phase=before.phase, phase_detail=before.phase_detail)
         return time.monotonic() - began
 
@@ -350,32 +342,28 @@ class Saving:
                 time.sleep(min(left, 1.0))
             self.outage.check()
 
-        self._wait_for(Phase.SAVING, f"{what}: waiting for the store")
-        try:
+        with self._waiting_for(Phase.SAVING, f"{what}: waiting for the store"):
             self._manager.on_leader(pause)
-        finally:
-            self._work_on()
 
     def _save(
         self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool, beside: Sequence[Callable[[], None]]
     ) -> bool:
         self.settle()
-        self._wait_for(Phase.SAVING, f"step {step}")
         self._moved, self._stands_still = time.monotonic(), False
         try:
-            outcome = self._manager.save(
-                step,
-                boxes,
-                run,
-                asynchronous=self._config.spec.checkpoint.asynchronous and not final,
-                keep=self._keep(),
-                beside=beside,
-            )
+            with self._waiting_for(Phase.SAVING, f"step {step}"):
+                outcome = self._manager.save(
+                    step,
+                    boxes,
+                    run,
+                    asynchronous=self._config.spec.checkpoint.asynchronous and not final,
+                    keep=self._keep(),
+                    beside=beside,
+                )
         except TrainingError as error:
             self._act_on(error, final=final)
             return False
         finally:
-            self._work_on()
             self._last_save = time.monotonic()
         self._note(outcome)
         self.tell()
@@ -414,31 +402,31 @@ class Saving:
     def settle(self) -> None:
         """Wait for the save in the background and act on its error, the same on all processes; a collective call."""
         error: TrainingError | None
-        if self._manager.in_flight:
-            self._wait_for(Phase.SAVING, "waiting for the upload of the last checkpoint")
+        uploading = self._waiting_for(Phase.SAVING, "waiting for the upload of the last checkpoint")
         try:
-            if self._outcome is None:
-                self._note(self._manager.wait())
+            with uploading if self._manager.in_flight else nullcontext():
+                if self._outcome is None:
+                    self._note(self._manager.wait())
             error, self._outcome = self._outcome.error if self._outcome else None, None
         except TrainingError as raised:
             error = raised
-        finally:
-            self._work_on()
         if error is not None:
             self._act_on(error, final=False)
         self.tell()
 
-    def _wait_for(self, phase: Phase, what: str) -> None:
+    @contextmanager
+    def _waiting_for(self, phase: Phase, what: str) -> Iterator[None]:
+        """Around what training waits for."""
         with self._lock:
             self._bytes, self._waiting = 0, (phase, what)
             self._reporter.phase(phase, what)
             self._tell_wait()
-
-    def _work_on(self) -> None:
-        """Training waits no longer."""
-        with self._lock:
-            self._waiting = None
-            self._reporter.works()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting = None
+                self._reporter.works()
 
     def _note_wait(self, waits: bool) -> None:
         """This process begins or ends to wait for others, in whatever thread."""
@@ -475,23 +463,19 @@ class Saving:
             self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
 
     def _note_outage(self, error: TrainingError) -> None:
-        began = self.outage.told is None
-        self.outage.failed(error)
-        told = self.outage.told
-        self._reporter.update(storage_outage=told)
+        begun = self.outage.failed(error)
+        self._reporter.update(storage_outage=self.outage.told)
         if isinstance(error, StorageFullError) and self._writes and is_shared(self._store):
             remove_kept(self._store)  # it is never needed, and checkpoints are
-        if began and told is not None:
+        if begun is not None:
             # Training goes on, but the last save and the export wait: the phase says which it is.
-            ends = timestamp(told.ends)
+            ends = timestamp(begun.ends)
             self._reporter.say("nothing can be saved now: %s; the run ends at %s if that lasts", error, ends)
 
     def _note_success(self) -> None:
-        why = self.outage.told
-        if (lasted := self.outage.ended()) is None or why is None:
+        if (past := self.outage.ended()) is None:
             return
         self._reporter.update(storage_outage=None)
-        before, since = self._last_outage, timestamp(why.since)
-        self._last_outage = f"for {duration(lasted)}, from {since}, nothing could be saved: {why.message}"
+        before, self._last_outage = self._last_outage, past.sentence("saved")
         # A store that comes and goes must not hide what else there is to tell.
         self._reporter.warn(self._last_outage, instead_of=before)

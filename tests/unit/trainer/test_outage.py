@@ -169,14 +169,16 @@ def test_what_a_start_reads_after_its_claim_or_instead_of_it_is_of_the_place(
 def test_an_outage_is_told_from_its_beginning_in_the_words_of_its_last_answer() -> None:
     clock = Clock()
     outage = Outage(60, clock=clock, now=clock.now)
-    outage.failed(DENIED)
+    assert outage.failed(DENIED) == outage.told, "it begins"
     clock.seconds += 20
-    outage.failed(StorageFullError("no room"))
+    assert outage.failed(StorageFullError("no room")) is None, "it goes on"
 
     assert outage.told == StorageOutage(
         since=NOW, ends=NOW + timedelta(seconds=60), failure=FailureClass.STORAGE_FULL, message="no room"
     )
-    assert outage.ended() == 20
+    past = outage.ended()
+    assert past is not None
+    assert past.seconds == 20
     assert outage.told is None
     assert outage.ended() is None
 

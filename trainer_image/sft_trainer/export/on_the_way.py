@@ -16,7 +16,6 @@ from sft_api.checkpoints import CheckpointId, Manifest
 from sft_api.memory import EXPORT_BYTES
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, EXPORT_MARK, ExportRecord, form_of
 from sft_api.progress import MOST_EXPORTS, Phase
-from sft_api.report import duration
 from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.places import STEP_EXPORTS, step_export
@@ -191,21 +190,18 @@ class ExportsOnTheWay(Listener):
         try:
             work()
         except Exception as error:
-            if isinstance(error, TrainingError) and is_outage(error) and not isinstance(error, _FOR_GOOD):
-                self._note_outage(error)
+            if (
+                isinstance(error, TrainingError)
+                and is_outage(error)
+                and not isinstance(error, _FOR_GOOD)
+                and (begun := self._outage.failed(error)) is not None
+            ):
+                since = timestamp(begun.since)
+                self._warn("outage", f"nothing can be exported since {since}, training goes on: {error}")
             return error
-        why = self._outage.told
-        if (lasted := self._outage.ended()) is not None and why is not None:
-            since = timestamp(why.since)
-            self._warn("outage", f"for {duration(lasted)}, from {since}, nothing could be exported: {why.message}")
+        if (past := self._outage.ended()) is not None:
+            self._warn("outage", past.sentence("exported"))
         return None
-
-    def _note_outage(self, error: TrainingError) -> None:
-        began = self._outage.told is None
-        self._outage.failed(error)
-        if began and self._outage.told is not None:
-            since = timestamp(self._outage.told.since)
-            self._warn("outage", f"nothing can be exported since {since}, training goes on: {error}")
 
     def _waits_for(self, error: Exception) -> bool:
         """Whether ``error`` is an outage that may end before the run does without waiting for it too long."""

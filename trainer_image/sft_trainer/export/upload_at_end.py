@@ -114,9 +114,7 @@ class UploadAtEnd:
 
     def _waits_for(self, error: TrainingError) -> bool:
         """Wait until it is time to try again; False where it has been tried for long enough, which is told."""
-        began = self._outage.told is None
-        self._outage.failed(error)
-        if began:
+        if self._outage.failed(error) is not None:
             self._warn(f"not uploaded to {self._hub.repository} yet, it is tried again: {error}")
         while self._outage.verdict is None and (left := self._outage.seconds_to_next_try) > 0:
             self._say(f"{self._hub.repository}: to try again in {left:.0f} s: {error}")
@@ -135,9 +133,8 @@ class UploadAtEnd:
         )
 
     def _tell_end(self) -> None:
-        why = self._outage.told
-        if (lasted := self._outage.ended()) is not None and why is not None:
-            self._warn(f"uploaded to {self._hub.repository} only after {duration(lasted)}: {why.message}")
+        if (past := self._outage.ended()) is not None:
+            self._warn(f"uploaded to {self._hub.repository} only after {duration(past.seconds)}: {past.told.message}")
 
     def _warn(self, text: str) -> None:
         self._reporter.warn(text, instead_of=self._told)
