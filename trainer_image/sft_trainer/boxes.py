@@ -113,6 +113,14 @@ def boxes_in(
         )
 
 
+def share_of_rows(rows: int, holders: int, holder: int) -> tuple[int, int]:
+    """Which of ``rows`` is the first that one of the ``holders`` has, and how many it has."""
+    # As torch.chunk divides: all parts but the last ones have the same size.
+    most = -(-rows // holders)
+    start = min(most * holder, rows)
+    return start, min(most, rows - start)
+
+
 class Writers:
     """Gives every box to the replica that has the least to write; replicas hold the same, so that they agree.
 

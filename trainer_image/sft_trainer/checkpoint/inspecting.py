@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
+from sft_trainer.checkpoint.index import Index
 from sft_trainer.checkpoint.index_reading import open_index
-from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
+from sft_trainer.checkpoint.runs import Buffers, each_run, open_run
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError, StorageRefusedError
 
@@ -51,13 +52,8 @@ def folders_of(store: Store) -> list[Folder]:
         found = catalog.inspect(identity, files)
         if isinstance(found, Skipped):
             return Folder(identity, size, None, found.reason)
-        try:
-            open_index(store, found)
-        except StorageRefusedError:
-            raise
-        except (CheckpointCorruptError, ConfigError) as error:
-            return Folder(identity, size, found, str(error))
-        return Folder(identity, size, found)
+        index = _index(store, found)
+        return Folder(identity, size, found, index if isinstance(index, str) else "")
 
     with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="look") as pool:
         found = list(pool.map(look, catalog.folders().items()))
@@ -75,13 +71,9 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
     """
     if folder.problem or folder.manifest is None:
         return [folder.problem]
-    manifest = folder.manifest
-    try:
-        index, _ = open_index(store, manifest)
-    except StorageRefusedError:
-        raise
-    except (CheckpointCorruptError, ConfigError) as error:
-        return [str(error)]
+    manifest, index = folder.manifest, _index(store, folder.manifest)
+    if isinstance(index, str):
+        return [index]
 
     buffers = Buffers()
 
@@ -95,13 +87,17 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
                     problems.append(str(error))
         return problems
 
-    with ThreadPoolExecutor(read_threads(), thread_name_prefix="verify") as pool:
-        reads = [pool.submit(read, rows) for rows in runs(index)]
-        try:
-            return [problem for one in reads for problem in one.result()]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    return [problem for problems in each_run(index, read, "verify") for problem in problems]
+
+
+def _index(store: Store, manifest: Manifest) -> Index | str:
+    """The index of a checkpoint, or what is wrong with it."""
+    try:
+        return open_index(store, manifest)[0]
+    except StorageRefusedError:
+        raise
+    except (CheckpointCorruptError, ConfigError) as error:
+        return str(error)
 
 
 def is_gone(store: Store, identity: CheckpointId) -> bool:

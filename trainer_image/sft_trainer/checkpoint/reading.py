@@ -6,7 +6,6 @@ manifest lists are read. Nothing is ever unpickled.
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +18,7 @@ from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.index import Index, Integers, StoredTensor, WithTensors, distinct, padded, widened
 from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.pieces import stored_tensor, torch_dtype
-from sft_trainer.checkpoint.runs import Buffers, Memory, open_run, read_threads, runs
+from sft_trainer.checkpoint.runs import Buffers, Memory, each_run, open_run
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 
@@ -158,14 +157,7 @@ def _fill(store: Store, manifest: Manifest, index: Index, boxes: Sequence[Box], 
                 for box, part in parts:
                     box.write(values[part.within(place)], part)
 
-    with ThreadPoolExecutor(read_threads(), thread_name_prefix="load") as pool:
-        reads = [pool.submit(read, rows) for rows in runs(index)]
-        try:
-            for one in reads:
-                one.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    each_run(index, read, "load")
 
 
 def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle, dtype: torch.dtype) -> Memory | None:

@@ -102,22 +102,21 @@ class AnswerOfAnother(Exception):
     """Something else than a server of S3 has answered: a proxy whose way to it is gone, a page that says so."""
 
 
-class PreconditionFailed(StorageUnavailableError):
-    """``If-None-Match: *`` met an existing object."""
+class PerhapsDone(StorageUnavailableError):
+    """A refusal that an earlier try of the same request may be the reason of."""
 
-    def __init__(self, message: str, retried: bool = False) -> None:
+    def __init__(self, message: str, retried: bool) -> None:
         super().__init__(message)
         self.retried = retried
-        """An earlier try got no answer, so the existing object may be our own."""
+        """Whether there was one, which got no answer: what it asked for may have been done unheard."""
 
 
-class UploadGone(StorageUnavailableError):
-    """The multipart upload is not known (any more)."""
+class PreconditionFailed(PerhapsDone):
+    """``If-None-Match: *`` met an existing object, which may be our own."""
 
-    def __init__(self, message: str, retried: bool = False) -> None:
-        super().__init__(message)
-        self.retried = retried
-        """An earlier try got no answer, so the upload may have been completed by it."""
+
+class UploadGone(PerhapsDone):
+    """The multipart upload is not known (any more): it may have been completed."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in
+from sft_trainer.boxes import WEIGHT, Box, Rectangle, Writers, boxes_in, share_of_rows
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.packed_rows import Format
 from sft_trainer.models.quantised import packed_boxes
@@ -65,14 +65,6 @@ def part_by_rows(tensor: torch.Tensor, topology: Topology) -> tuple[torch.Tensor
     return tensor.to_local(), held.offsets[0] * math.prod(held.sizes[1:]) if held.offsets else 0
 
 
-def rows_of(rows: int, holders: int, holder: int) -> tuple[int, int]:
-    """Which of ``rows`` is the first that one of the ``holders`` has, and how many it has."""
-    # As torch.chunk divides: all parts but the last ones have the same size.
-    most = -(-rows // holders)
-    start = min(most * holder, rows)
-    return start, min(most, rows - start)
-
-
 def _sharded_tensors(model: CausalLM) -> Iterator[tuple[str, torch.Tensor]]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -111,7 +103,7 @@ def _held(tensor: DTensor, topology: Topology) -> tuple[Rectangle, frozenset[str
     for size, placement in zip(mesh.shape, placements, strict=True):
         if isinstance(placement, Shard):
             # Over the holders: FSDP repeats over all other dimensions of the mesh.
-            start, rows = rows_of(sizes[placement.dim], size, topology.holder)
+            start, rows = share_of_rows(sizes[placement.dim], size, topology.holder)
             offsets[placement.dim] += start
             sizes[placement.dim] = rows
             split |= {"shard", "sequence"}

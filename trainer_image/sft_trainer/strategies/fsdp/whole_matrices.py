@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from sft_trainer.boxes import share_of_rows
 from sft_trainer.muon import Ahead, orthogonalise_, orthogonalise_all
 from sft_trainer.topology import Topology
-
-from .boxes import rows_of
 
 Turn = list[DTensor]
 """As many matrices as there are holders, or fewer; or one stack of them."""
@@ -104,5 +103,5 @@ class _Exchange:
 
 def _elements(parameter: DTensor, holders: int, holder: int) -> int:
     """How many of those of ``parameter`` one of its ``holders`` has."""
-    _, rows = rows_of(parameter.shape[0], holders, holder)
+    _, rows = share_of_rows(parameter.shape[0], holders, holder)
     return rows * prod(parameter.shape[1:])

@@ -13,7 +13,7 @@ import torch
 
 from sft_api.megatron import MODELS, ends_of, layers_of_stages, spread_problem, unknown_model
 from sft_api.v1alpha1.megatron import MegatronSpec
-from sft_trainer.boxes import Box, Rectangle, Writers
+from sft_trainer.boxes import Box, Rectangle, Writers, share_of_rows
 from sft_trainer.errors import ConfigError
 from sft_trainer.topology import ALONE, Topology
 
@@ -230,14 +230,14 @@ def is_of_experts(name: str) -> bool:
 
 def rows_each(name: str, rows: int, topology: Topology) -> int:
     """How many of the ``rows`` of the parameter ``name`` a process updates of those that have the same: at the most."""
-    return -(-rows // (topology.expert_copies if is_of_experts(name) else topology.holders))
+    return share_of_rows(rows, topology.expert_copies if is_of_experts(name) else topology.holders, 0)[1]
 
 
 def rows_of(name: str, rows: int, topology: Topology) -> tuple[int, int]:
     """Which of the ``rows`` of the parameter ``name`` this process updates: the first one, and how many."""
-    each = rows_each(name, rows, topology)
-    first = min(rows, each * (topology.place("expert copy") if is_of_experts(name) else topology.holder))
-    return first, min(each, rows - first)
+    if is_of_experts(name):
+        return share_of_rows(rows, topology.expert_copies, topology.place("expert copy"))
+    return share_of_rows(rows, topology.holders, topology.holder)
 
 
 def held_pieces(name: str, rows: int, sizes: Sizes, topology: Topology) -> Iterator[Piece]:
