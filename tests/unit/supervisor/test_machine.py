@@ -1,6 +1,7 @@
 """What is read from the machine: control groups, the clock, lines of output, the termination message."""
 
 import os
+import select
 import signal
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
 from sft_trainer.supervisor.clock import AwakeClock
 from sft_trainer.supervisor.output import MAX_LINE_BYTES, Forwarder, Output
 from sft_trainer.supervisor.workers import Workers
+from tests.waiting import wait_until
 
 
 def control_group(folder: Path, membership: str, files: dict[str, str]) -> Cgroup:
@@ -123,6 +125,24 @@ def test_why_a_process_aborts_is_told_and_not_the_last_of_its_stacks(tmp_path: P
     # When it has ended, then the reason is told where it has said one
     workers.note({pid: -signal.SIGABRT})
     assert workers.ends[0].last_line == (exception or "Extension modules: numpy (total: 1)")
+
+
+def test_nothing_is_lost_where_standard_output_does_not_block() -> None:
+    # Given a pipe that some other program has set so, as it may a terminal, and a reader that is slower than a worker
+    read, write = os.pipe2(os.O_NONBLOCK)
+    os.set_blocking(read, True)
+    output, line = Output(), b"x" * 50_000 + b"\n"
+    for _ in range(10):
+        output.write(write, line)
+
+    # When it reads only once no more fits
+    wait_until(lambda: not select.select([], [write], [], 0)[1])
+    received = b""
+    while len(received) < 10 * len(line) and select.select([read], [], [], 5)[0]:
+        received += os.read(read, 2**16)
+
+    # Then all has come
+    assert received == 10 * line
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:

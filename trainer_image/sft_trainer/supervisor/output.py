@@ -3,6 +3,7 @@
 import os
 import queue
 import re
+import select
 import threading
 import time
 
@@ -46,11 +47,23 @@ class Output:
             descriptor, line = self._lines.get()
             try:
                 while line:
-                    line = line[os.write(descriptor, line) :]
+                    line = line[_written(descriptor, line) :]
             except OSError:
                 pass  # Nobody listens any more; the run goes on.
             finally:
                 self._lines.task_done()
+
+
+def _written(descriptor: int, line: bytes) -> int:
+    """How many bytes of ``line`` were written, once some are: others who have the same terminal or pipe may have set it
+    to refuse what does not fit."""
+    while True:
+        try:
+            return os.write(descriptor, line)
+        except BlockingIOError:
+            room = select.poll()
+            room.register(descriptor, select.POLLOUT)
+            room.poll()
 
 
 class Forwarder:
