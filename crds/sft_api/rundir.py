@@ -63,6 +63,11 @@ class GpuTimes(ReportModel):
     """Of reading and writing what is not."""
 
 
+def of_rank(folder: Path, rank: int) -> Path:
+    """The file of one worker in a ``folder`` of the run directory in which each has its own."""
+    return folder / f"rank-{rank}.json"
+
+
 def write_atomically(path: Path, document: BaseModel) -> None:
     """Write ``document`` as JSON so that a reader sees the old or the new one, never half of it.
 

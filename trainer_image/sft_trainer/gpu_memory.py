@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory, write_also_when_full
+from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory, of_rank, write_also_when_full
 
 from .events import Control, Listener, StepDone
 
@@ -31,7 +31,7 @@ class TellsAllocatedMemory(Listener):
         read: Callable[[], Mapping[str, Any]] = _of_this_gpu,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = run_dir / MEMORY_FOLDER / f"rank-{rank}.json"
+        self._file = of_rank(run_dir / MEMORY_FOLDER, rank)
         self._read = read
         self._clock = clock
         self._next = 0.0

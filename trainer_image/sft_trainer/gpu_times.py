@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from pydantic import ValidationError
 
-from sft_api.rundir import GPU_TIMES_FOLDER, GpuTimes, write_also_when_full
+from sft_api.rundir import GPU_TIMES_FOLDER, GpuTimes, of_rank, write_also_when_full
 
 from .events import Asking, Control, Listener, Request, StepDone
 from .flops import is_slice
@@ -177,7 +177,7 @@ class TimesGpu(Listener):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``leads``: this is the process by whose ``clock`` all do it."""
-        self._file = run_dir / GPU_TIMES_FOLDER / f"rank-{rank}.json"
+        self._file = of_rank(run_dir / GPU_TIMES_FOLDER, rank)
         self._work = work
         self._leads = leads
         self._clock = clock

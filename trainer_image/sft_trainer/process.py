@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from sft_api.failures import FailureClass, exit_code
 from sft_api.progress import WorkerError
-from sft_api.rundir import ERRORS_FOLDER, write_atomically
+from sft_api.rundir import ERRORS_FOLDER, of_rank, write_atomically
 from sft_api.trainer_config import CONFIG_PATH, TrainerConfig
 
 from .checkpoint.errors import AttemptSupersededError
@@ -59,7 +59,7 @@ def report_end(error: BaseException, run_dir: Path, *, rank: int, step: int = 0,
         traceback=writable(traceback.format_exc())[-8000:],
     )
     try:
-        write_atomically(run_dir / ERRORS_FOLDER / f"rank-{rank}.json", report)
+        write_atomically(of_rank(run_dir / ERRORS_FOLDER, rank), report)
     except OSError as problem:
         # On a full disk the exit code and the last line of this log have to say it all.
         print(f"the error report was not written ({problem})\n{message}", file=sys.stderr)

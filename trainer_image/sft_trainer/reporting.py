@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from sft_api.progress import MOST_WARNINGS, Activity, EarlierIncidents, Incident, Phase, TrainingProgress
 from sft_api.report import duration, finite
-from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, write_also_when_full
+from sft_api.rundir import ACTIVITY_FOLDER, INCIDENTS_FILE, PROGRESS_FILE, of_rank, write_also_when_full
 from sft_api.v1alpha1 import ExportStatus, SpentSeconds
 
 from .classify import writable
@@ -63,7 +63,7 @@ class Reporter:
     def __init__(self, run_dir: Path, *, writes: bool, rank: int = 0) -> None:
         """``writes``: this is the rank that reports for all."""
         self.progress = TrainingProgress()
-        self._activity_path = run_dir / ACTIVITY_FOLDER / f"rank-{rank}.json"
+        self._activity_path = of_rank(run_dir / ACTIVITY_FOLDER, rank)
         self._last_activity: tuple[Phase, str] | None = None
         self._last_activity_time = 0.0
         self._waits_for = ""

@@ -1,6 +1,8 @@
 """What is seen of a pod's machine: its GPUs, its share of the host, and what of it is worth a warning."""
 
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from sft_trainer.supervisor.metrics import render_machine
 from sft_trainer.supervisor.monitor import LASTING, SAMPLE_SECONDS, STALE_SECONDS, Judge, Monitor, Sample
 from sft_trainer.supervisor.output import Output
 from sft_trainer.supervisor.protocol import Report
+from tests.unit.supervisor.test_environment import SETTINGS
 from tests.unit.supervisor.test_machine import control_group
 
 GIB = 2**30
@@ -297,9 +300,15 @@ def test_the_report_of_a_run_holds_a_few_warnings_of_machines() -> None:
     assert many[-1] == "more pods warn of their machines: see their logs"
 
 
+def monitor_of(folder: Path, *, gpus: int = 0, clock: Callable[[], float] = time.monotonic) -> Monitor:
+    """Of the second of several pods with two workers each."""
+    settings = replace(SETTINGS, run_dir=folder, node=1, processes=2, gpus=gpus)
+    return Monitor(settings, Output(), folder, clock=clock)
+
+
 def test_what_is_old_is_told_no_more(tmp_path: Path) -> None:
     now = [0.0]
-    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path, clock=lambda: now[0])
+    monitor = monitor_of(tmp_path, clock=lambda: now[0])
     assert monitor.sample is None
     monitor.look()
     assert monitor.sample is not None
@@ -309,25 +318,12 @@ def test_what_is_old_is_told_no_more(tmp_path: Path) -> None:
     assert monitor.sample is None
 
 
-def test_a_folder_that_goes_while_it_is_looked_into_ends_no_monitor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given that the workers end, so that what they told is removed, between a look for the folder and one into it
-    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
-    monkeypatch.setattr(Path, "is_dir", lambda path: True)
-
-    monitor.look()
-
-    assert monitor.sample is not None
-    assert monitor.sample.allocated == {}
-
-
 def test_a_run_without_gpus_asks_no_driver(tmp_path: Path, nvml: Nvml) -> None:
-    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
+    monitor = monitor_of(tmp_path)
     monitor.look()
     assert monitor.sample is not None
     assert monitor.sample.gpus == ()
-    with_gpus = Monitor(tmp_path, Output(), node=0, gpus=2, cache=tmp_path)
+    with_gpus = monitor_of(tmp_path, gpus=2)
     with_gpus.look()
     assert with_gpus.sample is not None
     assert len(with_gpus.sample.gpus) == 2
@@ -336,7 +332,7 @@ def test_a_run_without_gpus_asks_no_driver(tmp_path: Path, nvml: Nvml) -> None:
 def test_workers_tell_what_they_hold_every_few_seconds(tmp_path: Path) -> None:
     now, counters = [100.0], {"allocated_bytes.all.current": 5, "allocated_bytes.all.peak": 9}
     tells = TellsAllocatedMemory(tmp_path, 3, read=lambda: counters, clock=lambda: now[0])
-    monitor = Monitor(tmp_path, Output(), node=0, gpus=0, cache=tmp_path)
+    monitor = monitor_of(tmp_path)
     step: Any = None
 
     tells.on_step(step, Control())
@@ -347,6 +343,6 @@ def test_workers_tell_what_they_hold_every_few_seconds(tmp_path: Path) -> None:
     assert monitor.sample.allocated == {3: AllocatedMemory(allocated=5, reserved=0, peak=9)}
     now[0] += 10
     tells.on_step(step, Control())
-    (tmp_path / MEMORY_FOLDER / "rank-4.json").write_text("{")
+    (tmp_path / MEMORY_FOLDER / "rank-2.json").write_text("{")
     monitor.look()
     assert monitor.sample.allocated == {3: AllocatedMemory(allocated=6, reserved=0, peak=9)}

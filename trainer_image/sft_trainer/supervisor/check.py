@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from sft_api.failures import FailureClass
-from sft_api.rundir import ERRORS_FOLDER
+from sft_api.rundir import ERRORS_FOLDER, of_rank
 
 from .causes import classify
 from .output import Output
@@ -71,7 +71,7 @@ class Check:
 
     def _start(self, environment: Mapping[str, str]) -> None:
         # What an earlier one found.
-        (self._run_dir / ERRORS_FOLDER / "rank-0.json").unlink(missing_ok=True)
+        of_rank(self._run_dir / ERRORS_FOLDER, 0).unlink(missing_ok=True)
         process = Workers(0, self._run_dir, self._output, expected=1)
         command = (sys.executable, "-m", str(self._module))
         try:

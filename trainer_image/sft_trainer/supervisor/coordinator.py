@@ -48,7 +48,7 @@ class Coordinator:
         """The attempt with whose claim came what earlier supervisors wrote down."""
         self._reported: TrainingProgress | None = None
         """By the workers of this generation."""
-        self._slow_gpus = SlowGpus(settings.nodes * settings.processes)
+        self._slow_gpus = SlowGpus(settings.world_size)
         self.group = Group(
             size=settings.nodes,
             incarnation=instance,

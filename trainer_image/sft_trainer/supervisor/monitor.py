@@ -7,12 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory
+from pydantic import ValidationError
+
+from sft_api.rundir import MEMORY_FOLDER, AllocatedMemory, of_rank
 
 from .cgroup import Cgroup
 from .gpus import GpuFigures, Gpus
 from .host import HostFigures, read_host
 from .output import Output
+from .settings import Settings
 
 SAMPLE_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -43,22 +46,19 @@ class Monitor:
 
     def __init__(
         self,
-        run_dir: Path,
+        settings: Settings,
         output: Output,
-        *,
-        node: int,
-        gpus: int,
         cache: Path,
+        *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``node`` is the index of this pod, ``gpus`` how many it has."""
-        self._memory = run_dir / MEMORY_FOLDER
+        """``cache`` is where models and data are kept."""
+        self._settings = settings
         self._output = output
         self._cache = cache
         self._clock = clock
-        self._gpus_wanted = gpus
         self._gpus: Gpus | None = None
-        self._judge = Judge(node)
+        self._judge = Judge(settings.node)
         self._seen: tuple[float, Sample] | None = None
         self.warnings: tuple[str, ...] = ()
 
@@ -74,10 +74,10 @@ class Monitor:
 
     def look(self) -> None:
         """Take one sample."""
-        if self._gpus_wanted and self._gpus is None:
-            self._gpus = Gpus(self._gpus_wanted)
+        if self._settings.gpus and self._gpus is None:
+            self._gpus = Gpus(self._settings.gpus)
         gpus = tuple(self._gpus.read()) if self._gpus is not None else ()
-        sample = Sample(read_host(Cgroup(), self._cache), gpus, _allocated(self._memory))
+        sample = Sample(read_host(Cgroup(), self._cache), gpus, _allocated(self._settings))
         self._seen = (self._clock(), sample)
         warnings = self._judge.warnings(sample)
         for warning in warnings[len(self.warnings) :]:
@@ -139,10 +139,10 @@ def _numbers(gpus: list[GpuFigures]) -> str:
     return ", ".join(str(gpu.index) for gpu in gpus)
 
 
-def _allocated(folder: Path) -> dict[int, AllocatedMemory]:
+def _allocated(settings: Settings) -> dict[int, AllocatedMemory]:
     found: dict[int, AllocatedMemory] = {}
-    with suppress(OSError):  # of a start that ends meanwhile the folder goes, too
-        for file in folder.glob("rank-*.json"):
-            with suppress(OSError, ValueError):  # being replaced, or of a start that has ended
-                found[int(file.stem.removeprefix("rank-"))] = AllocatedMemory.model_validate_json(file.read_bytes())
+    for rank in settings.ranks:
+        with suppress(OSError, ValidationError):  # none of this start, or being replaced
+            told = of_rank(settings.run_dir / MEMORY_FOLDER, rank).read_bytes()
+            found[rank] = AllocatedMemory.model_validate_json(told)
     return found

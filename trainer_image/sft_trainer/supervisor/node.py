@@ -105,9 +105,7 @@ class Node:
         self._starts = Starts(settings, output, self._cgroup)
         self._keeping = Keeping(settings.config, prunes=settings.node == 0, output=output)
         self._last_sign = LastSign(settings.config, output)
-        self._monitor = Monitor(
-            settings.run_dir, output, node=settings.node, gpus=settings.gpus, cache=cache_directory()
-        )
+        self._monitor = Monitor(settings, output, cache_directory())
         self._coordinator: Coordinator | None = None
         self._link: Link | None = None
         if settings.node == 0:
@@ -434,9 +432,8 @@ class Node:
         self._first_failure = self._kill_since = None
         self._memory_kills = self._cgroup.out_of_memory_kills()
         self._workers = Workers(generation.id, settings.run_dir, self._output, expected=settings.processes)
-        ranks = range(settings.node * settings.processes, (settings.node + 1) * settings.processes)
-        self._activities = Activities(settings.run_dir, ranks, self._clock.now())
-        self._gpu_times = TimesTold(settings.run_dir, ranks) if settings.gpus else None
+        self._activities = Activities(settings.run_dir, settings.ranks, self._clock.now())
+        self._gpu_times = TimesTold(settings.run_dir, settings.ranks) if settings.gpus else None
         self._starts.begin(generation, self._workers, master_address=self._link.address if self._link else "127.0.0.1")
 
     async def _clear(self) -> None:

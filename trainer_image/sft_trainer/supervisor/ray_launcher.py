@@ -151,7 +151,7 @@ class RayLauncher:
         for local_rank, pid in self._places.items():
             if local_rank not in self._given_back and not Path(f"/proc/{pid}").exists():
                 self._given_back.add(local_rank)
-                rank = self._settings.node * self._settings.processes + local_rank
+                rank = self._settings.ranks[local_rank]
                 found.append(_failure("the Ray worker that held the place of this rank has ended", rank=rank))
         if forming and not self._overdue and (failure := self._too_late()):
             self._overdue = True

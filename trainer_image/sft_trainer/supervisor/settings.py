@@ -63,6 +63,16 @@ class Settings:
     """Kubernetes node of this pod; empty outside of a cluster."""
 
     @property
+    def world_size(self) -> int:
+        """Workers of all pods."""
+        return self.nodes * self.processes
+
+    @property
+    def ranks(self) -> range:
+        """Of the workers of this pod."""
+        return range(self.node * self.processes, (self.node + 1) * self.processes)
+
+    @property
     def kill_after_seconds(self) -> float:
         """When workers that were asked to stop are killed: early enough to report it before our own end."""
         return self.grace_seconds - min(10.0, max(1.0, 0.1 * self.grace_seconds))

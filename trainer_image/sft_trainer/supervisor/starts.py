@@ -72,8 +72,8 @@ class Starts:
         if workers.killed or self._not_started:
             return
         for local_rank in sorted(self._launcher.granted() - self._started):
-            rank = settings.node * settings.processes + local_rank
-            prefix = f"[rank {rank}] ".encode() if settings.nodes * settings.processes > 1 else b""
+            rank = settings.ranks[local_rank]
+            prefix = f"[rank {rank}] ".encode() if settings.world_size > 1 else b""
             try:
                 workers.start(self._starter.start_worker, self.environment(local_rank), rank, prefix)
             except OSError as problem:

@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from sft_api.rundir import of_rank
+
 Said = TypeVar("Said", bound=BaseModel)
 
 
@@ -44,7 +46,7 @@ class ToldFiles(Generic[Said]):
     """Follows those of ranks in a folder."""
 
     def __init__(self, folder: Path, ranks: Iterable[int], kind: type[Said]) -> None:
-        self._files = {rank: ToldFile(folder / f"rank-{rank}.json", kind) for rank in ranks}
+        self._files = {rank: ToldFile(of_rank(folder, rank), kind) for rank in ranks}
 
     def news(self) -> Iterator[tuple[int, Said]]:
         """Rank and content of each that is another one than before."""

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from sft_api.failures import ExitCode
 from sft_api.progress import WorkerError
-from sft_api.rundir import ERRORS_FOLDER
+from sft_api.rundir import ERRORS_FOLDER, of_rank
 
 from .causes import WorkerExit
 from .output import Forwarder, Output
@@ -179,7 +179,7 @@ class Workers:
         """Seconds since a worker that still lives wrote its error report; 0 without one."""
         longest = 0.0
         for worker in self._workers.values():
-            if worker.end is None and (self._errors / f"rank-{worker.rank}.json").exists():
+            if worker.end is None and of_rank(self._errors, worker.rank).exists():
                 if worker.error_seen is None:
                     worker.error_seen = now
                 longest = max(longest, now - worker.error_seen)
@@ -237,7 +237,7 @@ class Workers:
             worker.stderr.join(max(0.0, end - time.monotonic()))
 
     def _read_error(self, rank: int) -> tuple[WorkerError | None, datetime | None]:
-        path = self._errors / f"rank-{rank}.json"
+        path = of_rank(self._errors, rank)
         try:
             error = WorkerError.model_validate_json(path.read_bytes())
             return error, datetime.fromtimestamp(path.stat().st_mtime, UTC)
