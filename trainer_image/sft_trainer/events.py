@@ -232,14 +232,14 @@ class SaveBegins:
 
 @dataclass(frozen=True)
 class SaveEnded:
-    """The save of the state of ``step`` is over for the loop, which goes on."""
+    """The save of the state of ``step`` is over for the loop, which goes on: it is saved, or on its way to the store.
+
+    Or the storage does not answer, and the next one has to do.
+    """
 
     step: int
     final: bool
     """Nothing comes after it."""
-    saved: bool
-    """Whether it is saved, or on its way to the store; not where the storage did not answer, and the next one has to
-    do."""
 
 
 @dataclass(frozen=True)

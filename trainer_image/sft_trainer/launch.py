@@ -138,7 +138,6 @@ def _settings(options: argparse.Namespace, config: TrainerConfig, run_dir: Path)
         port=options.port,
         bind=options.bind,
         run_dir=run_dir,
-        termination_log=_termination_log(),
         module=options.worker_module,
         preload=_worker_imports(config) if ours else tuple(options.preload or ()),
         # What it looks at is the same from every node.

@@ -579,8 +579,8 @@ class Trainer:
             updates=self.strategy.updates,
             base_digest=self._base_digest,
         )
-        saved = self.saving.save(self.step, self._boxes(), state, final=final, beside=begins.beside)
-        self.events.emit(SaveEnded(self.step, final=final, saved=saved))
+        self.saving.save(self.step, self._boxes(), state, final=final, beside=begins.beside)
+        self.events.emit(SaveEnded(self.step, final=final))
 
     def _boxes(self) -> list[Box]:
         """What this process holds of all that a checkpoint keeps."""

@@ -18,7 +18,6 @@ SETTINGS = Settings(
     port=8471,
     bind=None,
     run_dir=Path("/run/sft"),
-    termination_log=None,
     module="sft_trainer",
     preload=(),
     check=None,

@@ -48,7 +48,7 @@ def run(
             listener.on_evaluate(Evaluated(step, 1.0, {}, 0.5, {}, Figures(step)), control)
             listener.on_save_begins(SaveBegins(step, final=step == ends), control)
             torch.ones(8).clone()
-            listener.on_save(SaveEnded(step, final=step == ends, saved=True), control)
+            listener.on_save(SaveEnded(step, final=step == ends), control)
 
     follow(begins)
     for step in range(begins + 1, ends + 1):

@@ -209,7 +209,7 @@ def test_what_was_done_is_added_up_and_steps_count_for_themselves(
     after(4, Evaluated(2, 1.5, {}, 0.5, {}, Figures(2, step_seconds=3.0)))
     after(0, SaveBegins(2, final=False))
     reporter.phase(Phase.SAVING)
-    after(5, SaveEnded(2, final=False, saved=True))
+    after(5, SaveEnded(2, final=False))
     after(1, step_done(3, seconds=1.0, figures=Figures(3, step_seconds=4.0)))
     after(0, Committed(3, checkpoints_status([saved_at(2)])))
     reporter.update(storage_outage=OUTAGE)

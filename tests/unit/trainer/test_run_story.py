@@ -129,7 +129,7 @@ class Story(Trainer):
     def _save(self, *, final: bool = False) -> None:
         self.told.append(f"save {self.step}{' at the end' if final else ''}")
         self.events.emit(SaveBegins(self.step, final=final))
-        self.events.emit(SaveEnded(self.step, final=final, saved=True))
+        self.events.emit(SaveEnded(self.step, final=final))
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,6 @@ class Settings:
     bind: str | None
     """Address to listen on; all when None."""
     run_dir: Path
-    termination_log: Path | None
     module: str
     """Each worker is ``python -m`` this."""
     preload: tuple[str, ...]
