@@ -1,14 +1,14 @@
 """What lies in a place, for people: every folder with what it is, and every byte of a checkpoint compared."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from sft_api.checkpoints import MANIFEST_NAME, CheckpointId, Manifest
+from sft_trainer.checkpoint.at_once import at_once
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.index import Index
 from sft_trainer.checkpoint.index_reading import open_index
-from sft_trainer.checkpoint.runs import Buffers, each_run, open_run
+from sft_trainer.checkpoint.runs import Buffers, open_run, read_threads, runs
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError, StorageRefusedError
 
@@ -55,8 +55,7 @@ def folders_of(store: Store) -> list[Folder]:
         index = _index(store, found)
         return Folder(identity, size, found, index if isinstance(index, str) else "")
 
-    with ThreadPoolExecutor(_INDEXES_AT_ONCE, thread_name_prefix="look") as pool:
-        found = list(pool.map(look, catalog.folders().items()))
+    found = at_once(look, catalog.folders().items(), most=_INDEXES_AT_ONCE, what="look")
     if any(folder.problem and not folder.is_unfinished for folder in found):
         # A run that trains there may have removed it meanwhile: then it is none that cannot be used.
         still = catalog.folders()
@@ -87,7 +86,8 @@ def damage(store: Store, folder: Folder, on_bytes: OnBytes = lambda count: None)
                     problems.append(str(error))
         return problems
 
-    return [problem for problems in each_run(index, read, "verify") for problem in problems]
+    found = at_once(read, runs(index), most=read_threads(), what="verify")
+    return [problem for problems in found for problem in problems]
 
 
 def _index(store: Store, manifest: Manifest) -> Index | str:

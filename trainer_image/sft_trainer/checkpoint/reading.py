@@ -14,11 +14,12 @@ import torch
 
 from sft_api.checkpoints import Manifest
 from sft_trainer.boxes import Box, Rectangle
+from sft_trainer.checkpoint.at_once import at_once
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.index import Index, Integers, StoredTensor, WithTensors, distinct, padded, widened
 from sft_trainer.checkpoint.index_reading import open_index
 from sft_trainer.checkpoint.pieces import stored_tensor, torch_dtype
-from sft_trainer.checkpoint.runs import Buffers, Memory, each_run, open_run
+from sft_trainer.checkpoint.runs import Buffers, Memory, open_run, read_threads, runs
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 
@@ -157,7 +158,7 @@ def _fill(store: Store, manifest: Manifest, index: Index, boxes: Sequence[Box], 
                 for box, part in parts:
                     box.write(values[part.within(place)], part)
 
-    each_run(index, read, "load")
+    at_once(read, runs(index), most=read_threads(), what="load")
 
 
 def _bytes_of(parts: Sequence[tuple[Box, Rectangle]], place: Rectangle, dtype: torch.dtype) -> Memory | None:

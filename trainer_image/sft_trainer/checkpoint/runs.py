@@ -2,10 +2,8 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +13,6 @@ from sft_trainer.checkpoint.digests import hasher_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, ObjectNotFoundError
 from sft_trainer.checkpoint.index import Index
 from sft_trainer.checkpoint.store import OnBytes, RangeStream, Store
-
-T = TypeVar("T")
 
 Memory = NDArray[np.uint8]
 """Bytes that a piece is read into; ``torch.from_numpy`` makes a tensor of them that copies nothing."""
@@ -94,20 +90,6 @@ def open_run(store: Store, manifest: Manifest, index: Index, rows: range, on_byt
     length = int(index.length[rows.start : rows.stop].sum())
     with store.open_range(key, int(index.start[first]), length) as stream:
         yield Run(stream, manifest, index, on_bytes)
-
-
-def each_run(index: Index, read: Callable[[range], T], what: str) -> list[T]:
-    """What ``read`` gives for the rows of each run of ``index``, several at a time; after an error no more are begun.
-
-    ``what`` is the name of its threads.
-    """
-    with ThreadPoolExecutor(read_threads(), thread_name_prefix=what) as pool:
-        reads = [pool.submit(read, rows) for rows in runs(index)]
-        try:
-            return [one.result() for one in reads]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 class Buffers(threading.local):

@@ -7,10 +7,10 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
+from sft_trainer.checkpoint.at_once import at_once
 from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
 from sft_trainer.checkpoint.s3_credentials import name_their_provider
 from sft_trainer.checkpoint.s3_errors import (
@@ -42,7 +42,9 @@ T = TypeVar("T")
 
 PART_SIZE = 8 * 2**20
 """Smallest part. S3 allows no smaller than 5 MiB, and 10,000 parts an object."""
-_UPLOAD_THREADS = 16
+_REMOVED_AT_ONCE = 16
+_CONNECTIONS = 32
+"""That are kept: several files go up in several parts each, while others are read or removed."""
 _SAYS = {
     "put_object": "ETag",
     "upload_part": "ETag",
@@ -107,10 +109,9 @@ class S3Store:
         self._lock = threading.Lock()
         self._process = 0
         self._client: Any = None
-        self._pool: ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_process": 0, "_client": None, "_pool": None}
+        return {**self.__dict__, "_lock": None, "_process": 0, "_client": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -124,25 +125,13 @@ class S3Store:
         """What error messages quote for ``key``."""
         return Place(self.bucket, f"{self.prefix}{key}", self.settings.endpoint or _endpoint_from_environment())
 
-    # Connections do not survive a fork, so each process makes its own.
-    def _forget_another_process(self) -> None:
-        if self._process != os.getpid():
-            self._client, self._pool, self._process = None, None, os.getpid()
-
     def _connected(self) -> Any:
         """The client of this process. Raises botocore's error when the same may succeed a little later."""
         with self._lock:
-            self._forget_another_process()
-            if self._client is None:
-                self._client = self._new_client()
+            # Connections do not survive a fork, so each process makes its own.
+            if self._client is None or self._process != os.getpid():
+                self._client, self._process = self._new_client(), os.getpid()
             return self._client
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            self._forget_another_process()
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_UPLOAD_THREADS, thread_name_prefix="s3")
-            return self._pool
 
     def _new_client(self) -> Any:
         import boto3
@@ -162,7 +151,7 @@ class S3Store:
                 connect_timeout=_CONNECT_SECONDS,
                 read_timeout=_READ_SECONDS,
                 retries={"total_max_attempts": 1},  # our own retries know the time that is left
-                max_pool_connections=2 * _UPLOAD_THREADS,
+                max_pool_connections=_CONNECTIONS,
             )
             client = boto3.session.Session(botocore_session=session).client(
                 "s3", endpoint_url=self.settings.endpoint, region_name=self.settings.region, config=config
@@ -207,10 +196,6 @@ class S3Store:
         """The result of ``call`` with the client, which is tried again after transient errors."""
         # Connecting belongs inside the retry: who hands out credentials may be away, too.
         return retrying(lambda: call(self._connected()), self.place(key), self.retry_seconds, pause_for)
-
-    def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Run ``call`` on the upload threads."""
-        return self._threads().submit(call)
 
     def probe(self) -> ProbeResult:
         key = f"probe-{uuid.uuid4().hex}"
@@ -303,20 +288,8 @@ class S3Store:
 
     def delete(self, keys: Iterable[str]) -> None:
         # One request a key: the batch request needs a checksum that some servers do not know.
-        def remove(key: str) -> Callable[[], Any]:
-            return lambda: self.request("delete_object", key)
-
-        requests = [self.submit(remove(check_key(key))) for key in keys]
-        try:
-            for request in requests:
-                request.result()
-        except BaseException:
-            # Left to themselves they would go on for minutes, sixteen at a time, when the caller believes it is over:
-            # what it writes meanwhile might be removed, and a process waits for them at its end.
-            for request in requests:
-                request.cancel()
-            wait(requests)
-            raise
+        checked = [check_key(key) for key in keys]
+        at_once(lambda key: self.request("delete_object", key), checked, most=_REMOVED_AT_ONCE, what="remove")
 
     def abort_incomplete_uploads(self, prefix: str) -> int:
         def call(client: Any) -> list[tuple[str, str]]:

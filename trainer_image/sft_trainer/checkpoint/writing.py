@@ -1,20 +1,21 @@
 """Boxes into a checkpoint folder: every rank its files, the leader the index; committed last."""
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sft_api.checkpoints import FORMAT_VERSION, INDEX_SUFFIX, StoredFile, StoredIndex
+from sft_trainer.checkpoint.at_once import at_once
 from sft_trainer.checkpoint.digests import DIGEST_BYTES, hasher_of
 from sft_trainer.checkpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from sft_trainer.checkpoint.group import CheckpointGroup, Failure, raise_first
 from sft_trainer.checkpoint.index import Index, StoredTensor, encode_index, merged, padded
-from sft_trainer.checkpoint.pieces import Piece, shared_out
+from sft_trainer.checkpoint.pieces import FILES_PER_RANK, Piece, shared_out
 from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.checkpoint.turns import Turns
 
@@ -88,24 +89,16 @@ def write_pieces(
     token = secrets.token_hex(4)
     files = shared_out(pieces)
     keys = [f"{stem}-{number}-{token}.bin" for number in range(len(files))]
-    failures: list[BaseException] = []
 
     def write(number: int) -> list[bytes]:
         try:
             return _write_file(store, keys[number], files[number], on_bytes, turns)
         except BaseException as error:
-            failures.append(error)
             turns.stop(error)  # the other files are given up
-            return []
+            raise
 
-    digests: list[bytes] = []
-    if files:
-        with ThreadPoolExecutor(len(files), thread_name_prefix="save") as pool:
-            for found in pool.map(write, range(len(files))):
-                digests += found
-    if failures:
-        raise failures[0]
-    return _index(tensors, keys, files, digests)
+    digests = at_once(write, range(len(files)), most=FILES_PER_RANK, what="save")
+    return _index(tensors, keys, files, list(itertools.chain.from_iterable(digests)))
 
 
 def _write_file(store: Store, key: str, pieces: Sequence[Piece], on_bytes: OnBytes, turns: Turns) -> list[bytes]:
