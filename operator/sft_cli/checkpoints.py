@@ -207,7 +207,7 @@ def _is_alive(store: Store, sleep: Callable[[float], None]) -> bool:
         f"up to {WATCH_SECONDS:.0f} s",
         fg="yellow",
     )
-    sign, _ = next_sign(store, first, lambda waited: None, seconds=WATCH_SECONDS, sleep=sleep)
+    sign, _ = next_sign(store, first, lambda waited: None, sleep=sleep)
     return sign is not None
 
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -175,7 +174,7 @@ def _export(
             say(f"The checkpoint holds what was trained; the rest is that of {uri}", dim=True)
         return _fetched(uri, kind, s3)
 
-    group = CheckpointGroup(ALONE, timedelta(hours=1))
+    group = CheckpointGroup(ALONE)
     try:
         exported = exported_alone(config, files, store, manifest, fetch, warn)
         export_checkpoint(exported, target, group, on_bytes=Counted(Told("read and written")))

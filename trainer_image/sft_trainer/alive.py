@@ -122,10 +122,10 @@ def watch(
     reporter: Reporter,
     *,
     take_over: str = "",
-    seconds: float = WATCH_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Beat | bytes | None:
-    """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``seconds``; with the sign there.
+    """Return when nobody else trains in ``store``, or nobody gives a sign of life for ``WATCH_SECONDS``; with the sign
+    there.
 
     This very object need not be watched: it is about to fence itself. Nor does who was asked to ``take_over`` by a word
     that has not counted yet. Raises ``PlaceInUseError`` as soon as there is another sign. Says all the time what it
@@ -143,14 +143,14 @@ def watch(
         reporter.phase(
             Phase.STARTING,
             f"{holder} trained in {store.uri} and did not say that it ended: it is watched for a sign of life, "
-            f"{waited:.0f} of {seconds:.0f} s",
+            f"{waited:.0f} of {WATCH_SECONDS:.0f} s",
         )
 
-    found, waited = next_sign(store, first, tell, seconds=seconds, sleep=sleep)
+    found, waited = next_sign(store, first, tell, sleep=sleep)
     if found is not None:
         raise _in_use(store, str(found) if isinstance(found, Beat) else holder)
-    if waited >= seconds:
-        reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, seconds, store.uri)
+    if waited >= WATCH_SECONDS:
+        reporter.say("%s gave no sign of life for %.0f s: the run in %s goes on here", holder, waited, store.uri)
     return first
 
 
@@ -191,17 +191,16 @@ def next_sign(
     first: Beat | bytes | None,
     tell: Callable[[float], None],
     *,
-    seconds: float,
     sleep: Callable[[float], None],
 ) -> tuple[Beat | bytes | None, float]:
-    """Watch for a sign of life other than ``first``, for so many ``seconds``; that sign, and how long it took.
+    """Watch for a sign of life other than ``first``, for ``WATCH_SECONDS``; that sign, and how long it took.
 
     No sign: nobody gave one, or somebody said meanwhile that it ended. ``tell`` is told how long it has been watched.
     """
     waited = 0.0
-    while waited < seconds:
+    while waited < WATCH_SECONDS:
         tell(waited)
-        pause = min(_LOOK_SECONDS, seconds - waited)
+        pause = min(_LOOK_SECONDS, WATCH_SECONDS - waited)
         sleep(pause)
         waited += pause
         now = read_beat(store)

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -171,7 +170,7 @@ def _export(
         reporter.alive(Phase.EXPORTING, f"{target.uri}: {done / 2**20:.0f} MiB read and written")
 
     exported = exported_alone(config, pinned(config, revisions).spec.model, store, manifest, fetch, reporter.warn)
-    export_checkpoint(exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=count)
+    export_checkpoint(exported, target, CheckpointGroup(ALONE), on_bytes=count)
 
 
 def _reported(store: Store) -> TrainingProgress | None:

@@ -30,9 +30,13 @@ class CheckpointGroup:
     """
 
     def __init__(
-        self, topology: Topology, timeout: timedelta, on_wait: Callable[[bool], None] = lambda waits: None
+        self,
+        topology: Topology,
+        timeout: timedelta | None = None,
+        on_wait: Callable[[bool], None] = lambda waits: None,
     ) -> None:
-        """``on_wait`` is told when this rank begins (True) and ends (False) to wait for what others do."""
+        """``timeout`` is how long a rank waits for the others, as long as in other groups of ``topology`` where it is
+        not given. ``on_wait`` is told when this rank begins (True) and ends (False) to wait for what others do."""
         self.topology = topology
         self._handle = topology.process_group(*DIMENSIONS, backend="gloo", timeout=timeout)
         self._on_wait = on_wait

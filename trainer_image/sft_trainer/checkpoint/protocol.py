@@ -1,5 +1,6 @@
 """The leader's part of the protocol: claim an attempt, commit a checkpoint, remove old ones."""
 
+import itertools
 import json
 import logging
 import socket
@@ -88,13 +89,11 @@ class Protocol:
         object. ``took_over`` is the word by which that was asked.
         """
 
-        def claim_of(number: int) -> AttemptClaim:
-            return self._claim(number, job_uid, incidents).model_copy(update={"took_over": took_over})
-
         def create() -> AttemptClaim:
-            number = self._first_free()
-            while not self._store.create(attempt_key(number), _encoded(claim := claim_of(number))):
-                number += 1
+            for number in itertools.count(self._first_free()):
+                claim = self._claim(number, job_uid, incidents, took_over)
+                if self._store.create(attempt_key(number), claim.model_dump_json(by_alias=True).encode()):
+                    break
             return claim
 
         accept()
@@ -134,7 +133,7 @@ class Protocol:
         self.drop_unfinished_uploads()
         self._remove_unfinished_folders(self._first_free())
 
-    def _claim(self, number: int, job_uid: str, incidents: Sequence[Incident]) -> AttemptClaim:
+    def _claim(self, number: int, job_uid: str, incidents: Sequence[Incident], took_over: str) -> AttemptClaim:
         return AttemptClaim(
             attempt=number,
             job_uid=job_uid,
@@ -142,6 +141,7 @@ class Protocol:
             host=socket.gethostname(),
             time=datetime.now(UTC),
             incidents=carried(self._told_by_claim(number - 1, job_uid), incidents),
+            took_over=took_over,
         )
 
     def _told_by_claim(self, number: int, job_uid: str) -> tuple[Incident, ...]:
@@ -360,7 +360,3 @@ def _as_stored(run: RunState) -> dict[str, Any]:
     """What is stored of ``run``, as it is read again."""
     stored: dict[str, Any] = json.loads(run.model_dump_json(by_alias=True))
     return stored
-
-
-def _encoded(claim: AttemptClaim) -> bytes:
-    return claim.model_dump_json(by_alias=True).encode()

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,7 +73,7 @@ def _export(config: TrainerConfig, folder: str) -> None:
     files = pinned(config, record.revisions if record else {}).spec.model
     exported = exported_alone(config, files, store, found, fetch, lambda text: _say(warning=text))
     target = open_store(step_export(config.export_uri, found.step), s3)
-    export_checkpoint(exported, target, CheckpointGroup(ALONE, timedelta(hours=1)), on_bytes=counted.add)
+    export_checkpoint(exported, target, CheckpointGroup(ALONE), on_bytes=counted.add)
 
 
 class _Counted:
