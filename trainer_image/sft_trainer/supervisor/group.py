@@ -18,9 +18,9 @@ from sft_api.progress import Phase, TerminationMessage, TrainingProgress
 from sft_api.v1alpha1 import SpentSeconds
 
 from .causes import first_cause
+from .generation import GenerationState
 from .ledger import GiveUp, Ledger, termination
 from .liveness import Pod
-from .part import Part
 from .protocol import Failure, Generation, Order, OrderKind, Outcome, Report
 from .refusals import Refusals
 
@@ -80,7 +80,7 @@ class Group:
         self._new_generation = new_generation
         self._wall_clock = wall_clock
         self._retired: set[str] = set()
-        self._part: Part | None = None
+        self._current: GenerationState | None = None
         self._waited_until: float | None = None
         """Up to when waiting for the store is counted, until the next start."""
         self._not_before = 0.0
@@ -149,24 +149,24 @@ class Group:
             self.stepped = now
         self.training = training
         self.refusals.observe(training, now)
-        part = self._part
-        if part is None:
+        current = self._current
+        if current is None:
             return
-        if part.spent is None or part.spent.curve_began is None:
+        if current.spent is None or current.spent.curve_began is None:
             told = sum(getattr(training.spent, name) for name in SPENT)
             # No less than before: the clock here leaves out times in which this process stood still, theirs does not.
-            part.untold = max(part.untold, now - part.started - told)
-        part.spent = training.spent
+            current.untold = max(current.untold, now - current.started - told)
+        current.spent = training.spent
 
     def advance(self, now: float) -> bool:
         """Follow from what is known; True when the order has changed."""
         order = self.order
         self._lose_the_silent(now)
-        part = self._part
-        if self.order.kind is OrderKind.RUN and part is not None:
-            self._while_running(part, now)
-        elif self.order.kind is OrderKind.IDLE and part is not None:
-            self._while_ending(part, now)
+        current = self._current
+        if self.order.kind is OrderKind.RUN and current is not None:
+            self._while_running(current, now)
+        elif self.order.kind is OrderKind.IDLE and current is not None:
+            self._while_ending(current, now)
         elif self.order.kind is OrderKind.IDLE:
             self._while_gathering(now)
         return self.order is not order
@@ -176,35 +176,31 @@ class Group:
 
         ``traces`` is the folder in which it is kept what all were doing, ``place`` where people find that.
         """
-        if self._part is not None and self.order.kind is OrderKind.RUN:
+        if self._current is not None and self.order.kind is OrderKind.RUN:
             kept = f" and in {place}" if traces else ""
             message = f"{what}; the stacks of all ranks are in the pods' logs{kept}"
-            self._part.traces = traces
+            self._current.traces = traces
             # The last word may be one of the start before.
-            since = max(self.training.update_time, self._part.began)
-            self._part.hung = max(0.0, (self._wall_clock() - since).total_seconds())
-            self._part.hanging = pod
-            self._part.verdict = Failure(
-                failure=FailureClass.HANG, message=message, time=self._wall_clock(), step=self.training.step
-            )
+            since = max(self.training.update_time, self._current.began)
+            self._current.hung = max(0.0, (self._wall_clock() - since).total_seconds())
+            self._current.hanging = pod
+            self._current.verdict = self._failure(FailureClass.HANG, message)
 
     def nothing_to_save(self) -> None:
         """The running generation has made no step: when a pod was asked to stop, waiting would gain nothing."""
-        part = self._part
-        if part is not None and self.order.kind is OrderKind.RUN and part.stop_was_asked:
+        current = self._current
+        if current is not None and self.order.kind is OrderKind.RUN and current.stop_was_asked:
             message = "asked to stop before the first new step; there was nothing to save"
-            part.verdict = Failure(
-                failure=FailureClass.INTERRUPTED, message=message, time=self._wall_clock(), step=self.training.step
-            )
+            current.verdict = self._failure(FailureClass.INTERRUPTED, message)
 
     @property
     def spent(self) -> SpentSeconds:
         """Of all generations so far."""
-        part = self._part
-        if part is None:
+        current = self._current
+        if current is None:
             return self._spent
-        here = part.spent or SpentSeconds()
-        update = {"starting": here.starting + part.untold, "hanging": here.hanging + part.hung}
+        here = current.spent or SpentSeconds()
+        update = {"starting": here.starting + current.untold, "hanging": here.hanging + current.hung}
         return followed_by(self._spent, here.model_copy(update=update))
 
     def last_words(self, end: TerminationMessage) -> TerminationMessage:
@@ -218,7 +214,7 @@ class Group:
         if report.instance in self._retired and not report.leaving:
             end = TerminationMessage(failure=FailureClass.PEER_LOST, message="another pod has taken this one's place")
             return Order(id=f"{self._incarnation}.replaced", kind=OrderKind.EXIT, end=end)
-        took_part = self._part is not None and self._part.instances.get(report.node) == report.instance
+        took_part = self._current is not None and self._current.instances.get(report.node) == report.instance
         if self.order.kind is OrderKind.RUN and not took_part:
             return Order(id=f"{self.order.id}.late", kind=OrderKind.IDLE, reason="waiting for the end of a generation")
         return self.order
@@ -237,14 +233,16 @@ class Group:
 
     def at_work(self) -> Iterator[Pod]:
         """The pods of the running generation whose workers have not ended, with what these do."""
-        part = self._part
-        for node in part.instances if part is not None else ():
-            if part is None or node in part.ended or (member := self.members.get(node)) is None:
+        current = self._current
+        if current is None:
+            return
+        for node in current.instances:
+            if node in current.ended or (member := self.members.get(node)) is None:
                 continue
-            if member.report.running == part.generation.id:
+            if member.report.running == current.generation.id:
                 yield Pod(node, member.report.activity, member.heard)
             else:
-                yield Pod(node, None, part.started)
+                yield Pod(node, None, current.started)
 
     @property
     def waiting_for(self) -> list[int]:
@@ -260,60 +258,60 @@ class Group:
             return "for the end that was asked for"
         if self.refusals.told is not None:
             return "for the store"
-        if self._part is not None:
+        if self._current is not None:
             return "for the end of the workers"
         return "for the verdict on the last failure" if self.held(now) else "for the next start of the workers"
 
     # The states
 
-    def _while_running(self, part: Part, now: float) -> None:
-        if len(part.ended) == self.size and not part.failed and not part.interrupted:
+    def _while_running(self, current: GenerationState, now: float) -> None:
+        if len(current.ended) == self.size and not current.failed and not current.interrupted:
             self._exit(termination(None, "the run is complete", self.training), now)
             return
-        if reason := self._why_end(part, now):
-            hangs = part.verdict is not None and part.verdict.failure is FailureClass.HANG
-            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs, traces=part.traces)
+        if reason := self._why_end(current, now):
+            hangs = current.verdict is not None and current.verdict.failure is FailureClass.HANG
+            self.order = self._make_order(OrderKind.IDLE, reason=reason, dump_stacks=hangs, traces=current.traces)
 
-    def _why_end(self, part: Part, now: float) -> str | None:
-        if part.verdict is not None:
-            return part.verdict.message
-        for failure in part.lost.values():
+    def _why_end(self, current: GenerationState, now: float) -> str | None:
+        if current.verdict is not None:
+            return current.verdict.message
+        for failure in current.lost.values():
             return failure.message
-        if part.failed:
-            cause = first_cause(failure for failure in part.failed if failure is not None)
+        if current.failed:
+            cause = first_cause(failure for failure in current.failed if failure is not None)
             return f"{cause.failure}: {cause.message}" if cause else "a pod's workers were stopped"
-        if not part.interrupted:
+        if not current.interrupted:
             return None
         # All ranks leave together when they are asked to stop, but rank 0 may still be committing what they saved.
-        over = part.first_interrupted is not None and now - part.first_interrupted > self._grace
-        return "the workers left as asked" if over or len(part.ended) == self.size else None
+        over = current.first_interrupted is not None and now - current.first_interrupted > self._grace
+        return "the workers left as asked" if over or len(current.ended) == self.size else None
 
-    def _while_ending(self, part: Part, now: float) -> None:
+    def _while_ending(self, current: GenerationState, now: float) -> None:
         if len(self._idle) < len(self.members):
             return
         # Whoever is missing here was lost and has left its failure.
-        failures = [end.failure for end in part.ended.values() if end.failure is not None]
-        cause = part.verdict or first_cause([*failures, *part.lost.values()])
+        failures = [end.failure for end in current.ended.values() if end.failure is not None]
+        cause = current.verdict or first_cause([*failures, *current.lost.values()])
         if cause is None:
-            cause = Failure(failure=FailureClass.UNKNOWN, message="the workers were stopped", time=self._wall_clock())
+            cause = self._failure(FailureClass.UNKNOWN, "the workers were stopped")
         if self.refusals.are_met_by(cause):
             self._wait_for_store(cause, now)
             return
         if cause.superseded:
             # Started again it would claim the next attempt, and so would the other: each would end the other for ever.
-            self._spent, self._part = self.spent, None
+            self._spent, self._current = self.spent, None
             self._exit(termination(cause.failure, cause.message, self.training, rank=cause.rank), now)
             return
         self.refusals.failed_otherwise()
         # A pod that is gone may have been asked, and its report of it lost: no others leave so.
-        asked = cause.failure is FailureClass.INTERRUPTED and (part.stop_was_asked or bool(part.lost))
+        asked = cause.failure is FailureClass.INTERRUPTED and (current.stop_was_asked or bool(current.lost))
         self._spent = self.spent
         training = self.training
-        if part.spent is None:
+        if current.spent is None:
             # How far the run has got is known of the start before this one, but not what this one did.
             training = training.model_copy(update={"phase": Phase.STARTING})
-        verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=training, host=part.host)
-        self._part = None
+        verdict = self.ledger.record(cause, disruption=cause.unreachable or asked, training=training, host=current.host)
+        self._current = None
         if isinstance(verdict, GiveUp):
             self._exit(verdict.end, now)
         else:
@@ -322,7 +320,7 @@ class Group:
 
     def _wait_for_store(self, cause: Failure, now: float) -> None:
         """A start was refused by the store that the run has saved in: neither a failure of its own nor its end."""
-        self._spent, self._part = self.spent, None
+        self._spent, self._current = self.spent, None
         if (sentence := self.refusals.refused(cause, now)) is not None:
             deadline = FailureClass.STORAGE_DEADLINE_EXCEEDED
             self._exit(termination(deadline, sentence, self.refusals.reached, rank=cause.rank), now)
@@ -347,7 +345,7 @@ class Group:
         self.starts += 1
         instances = {node: member.report.instance for node, member in self.members.items()}
         hosts = {node: member.report.host for node, member in self.members.items()}
-        self._part = Part(generation, instances, hosts, started=now, began=self._wall_clock())
+        self._current = GenerationState(generation, instances, hosts, started=now, began=self._wall_clock())
         self.order = self._make_order(OrderKind.RUN, generation=generation)
 
     def _exit(self, end: TerminationMessage, now: float) -> None:
@@ -396,41 +394,40 @@ class Group:
         self._oldest = min((member.heard for node, member in self.members.items() if node != 0), default=now)
 
     def _patience(self) -> float:
-        part = self._part
-        if part is None or not part.stop_was_asked or self.training.phase is not Phase.TRAINING:
+        current = self._current
+        if current is None or not current.stop_was_asked or self.training.phase is not Phase.TRAINING:
             return self._lost_after
         return min(self._lost_after, max(LOST_WHILE_STOPPING_SECONDS, 2 * (self.training.median_step_seconds or 0.0)))
 
     def _note_end(self, report: Report, now: float) -> None:
-        part = self._part
-        if part is None or part.instances.get(report.node) != report.instance:
+        current = self._current
+        if current is None or current.instances.get(report.node) != report.instance:
             return
-        part.stop_was_asked |= report.stopping
+        current.stop_was_asked |= report.stopping
         end = report.ended
-        if end is None or end.generation != part.generation.id or report.node in part.ended:
+        if end is None or end.generation != current.generation.id or report.node in current.ended:
             return
-        part.ended[report.node] = end
+        current.ended[report.node] = end
         if end.outcome is Outcome.COMPLETE:
             return
         if end.failure is None or end.failure.failure is not FailureClass.INTERRUPTED:
-            part.failed.append(end.failure)
+            current.failed.append(end.failure)
             return
-        part.interrupted += 1
-        if part.first_interrupted is None:
-            part.first_interrupted = now
+        current.interrupted += 1
+        if current.first_interrupted is None:
+            current.first_interrupted = now
 
     def _lose(self, node: int, message: str) -> None:
         """A participant is gone. What it had reported of its end stays true."""
-        part = self._part
-        if part is None or node in part.ended or node in part.lost:
+        current = self._current
+        if current is None or node in current.ended or node in current.lost:
             return
-        part.lost[node] = Failure(
-            failure=FailureClass.PEER_LOST,
-            message=message,
-            time=self._wall_clock(),
-            step=self.training.step,
-            unreachable=True,
-        )
+        current.lost[node] = self._failure(FailureClass.PEER_LOST, message, unreachable=True)
+
+    def _failure(self, failure: FailureClass, message: str, *, unreachable: bool = False) -> Failure:
+        """One that is seen here, and now."""
+        now, step = self._wall_clock(), self.training.step
+        return Failure(failure=failure, message=message, time=now, step=step, unreachable=unreachable)
 
 
 def _note(nodes: set[int], node: int, belongs: bool) -> None:

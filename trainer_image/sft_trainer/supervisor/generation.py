@@ -1,4 +1,4 @@
-"""Pure: what became of one start of a group, pod by pod."""
+"""Pure: what became of one generation of workers, pod by pod."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,8 +11,8 @@ from .protocol import Ended, Failure, Generation
 
 
 @dataclass
-class Part:
-    """What became of the generation that runs, or is ending."""
+class GenerationState:
+    """Of the generation that runs, or is ending."""
 
     generation: Generation
     instances: dict[int, str]
