@@ -8,7 +8,8 @@ not answer, which may have been read by an earlier start.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     ]
     for source, part in sources:
         reporter.phase(Phase.STARTING, f"looking at {source.uri}")
-        try:
+        with _where_it_answers():
             check_first_rows(
                 source,
                 spec.data,
@@ -86,8 +87,6 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
                 s3=s3,
                 token=os.environ.get("HF_TOKEN"),
             )
-        except StorageUnavailableError as error:
-            log.info("not looked at: %s", error)
     codec()
     _look_at_model(config, reporter, small_files)
     _look_at_hub(config, store, reporter)
@@ -95,17 +94,22 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     reporter.phase(Phase.STARTING)
 
 
+@contextmanager
+def _where_it_answers() -> Iterator[None]:
+    """Around a look at a source, which may be away: the workers wait for it, or have what an earlier start read."""
+    try:
+        yield
+    except StorageUnavailableError as error:
+        log.info("not looked at: %s", error)
+
+
 def _look_at_model(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -> None:
     """Whether its files have weights that are read, as far as its config.json says it."""
     uri = config.spec.model.uri
     reporter.phase(Phase.STARTING, f"looking at {uri}")
-    try:
-        folder = small_files(uri)
-    except StorageUnavailableError as error:
-        log.info("not looked at: %s", error)
-        return
-    if refused := refused_by_config(content_of_config(folder)):
-        raise ModelError(refused)
+    with _where_it_answers():
+        if refused := refused_by_config(content_of_config(small_files(uri))):
+            raise ModelError(refused)
 
 
 def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter, small_files: SmallFiles) -> None:
@@ -115,7 +119,7 @@ def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter,
         return
     uri = spec.lora.adapter_uri
     reporter.phase(Phase.STARTING, f"looking at {uri}")
-    try:
+    with _where_it_answers():
         folder = localise(
             uri,
             cache_directory(),
@@ -124,11 +128,7 @@ def _look_at_adapters(config: TrainerConfig, s3: S3Settings, reporter: Reporter,
             kind="adapter",
             on_progress=lambda got: reporter.alive(Phase.STARTING, f"looking at {uri}: {got / 2**20:.0f} MiB"),
         )
-        model = small_files(spec.model.uri)
-    except StorageUnavailableError as error:
-        log.info("not looked at: %s", error)
-        return
-    read_adapters(folder, uri, spec.lora, *layers_by_config(model, spec))
+        read_adapters(folder, uri, spec.lora, *layers_by_config(small_files(spec.model.uri), spec))
 
 
 def _look_at_hub(config: TrainerConfig, store: Store, reporter: Reporter) -> None:
@@ -141,9 +141,8 @@ def _look_at_hub(config: TrainerConfig, store: Store, reporter: Reporter) -> Non
         return
     reporter.phase(Phase.STARTING, f"looking at {hub.repository}")
     try:
-        Repository(hub, os.environ.get("HF_TOKEN")).make_ready()
-    except StorageUnavailableError as error:
-        log.info("not looked at: %s", error)
+        with _where_it_answers():
+            Repository(hub, os.environ.get("HF_TOKEN")).make_ready()
     except TrainingError as error:
         if not Catalog(store).newest_attempt():
             raise
@@ -151,16 +150,14 @@ def _look_at_hub(config: TrainerConfig, store: Store, reporter: Reporter) -> Non
 
 
 def _codec(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -> Codec | None:
-    """The chat template with its tokens; None where that takes more than reading the tokenizer's files."""
+    """The chat template with its tokens; None where that takes more than reading the tokenizer's files, or they are
+    away."""
     model = config.spec.model
     uri = model.tokenizer_uri or model.uri
     reporter.phase(Phase.STARTING, f"looking at {uri}")
-    try:
-        path = small_files(uri)
-    except StorageUnavailableError as error:
-        log.info("not looked at: %s", error)
-        return None
-    codec = read_codec(path, model.chat_template)
+    codec = None
+    with _where_it_answers():
+        codec = read_codec(small_files(uri), model.chat_template)
     if codec is not None and model.chat_template is not None:
         codec.check_templates()
     return codec
