@@ -23,7 +23,7 @@ from .adapter_files import layers_by_config, read_adapters
 from .cache import cache_directory
 from .callbacks.loading import find as find_callbacks
 from .checkpoint.catalog import Catalog
-from .checkpoint.opening import open_store
+from .checkpoint.opening import store_of
 from .checkpoint.store import S3Settings, Store
 from .data.first_rows import check_first_rows
 from .data.held_out import Part, all_rows, trained_part
@@ -51,7 +51,7 @@ def check(config: TrainerConfig, reporter: Reporter) -> None:
     if config.spec.training.dummy_run:
         return  # it has no place, and reads no data
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
-    store = open_store(config.checkpoint_uri, s3)
+    store = store_of(config)
     with of_the_place():
         done = find_done(config, store, reporter)
         if done is None:

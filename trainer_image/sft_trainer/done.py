@@ -18,7 +18,7 @@ from .cache import cache_directory
 from .checkpoint.catalog import Catalog, Skipped
 from .checkpoint.errors import CheckpointCorruptError
 from .checkpoint.group import CheckpointGroup
-from .checkpoint.opening import open_store
+from .checkpoint.opening import store_at
 from .checkpoint.store import S3Settings, Store
 from .errors import ConfigError, StorageNotFoundError, TrainingError
 from .events import Control, Ended, Listener, Outcome
@@ -120,8 +120,7 @@ def _exports(
     uri = config.export_uri
     if uri is None:
         return None
-    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
-    target = open_store(uri, s3)
+    target = store_at(uri, config)
     numbers, choice = config.numbers(), config.spec.export.checkpoint
     manifest = found if isinstance(found, Manifest) else None
     refuse_other_run(target, config.job.name, numbers.digest)
@@ -130,7 +129,7 @@ def _exports(
         if isinstance(found, Skipped):
             return None
         try:
-            _export(config, found, store, target, s3, revisions, reporter)
+            _export(config, found, store, target, revisions, reporter)
         except CheckpointCorruptError as error:
             # Bytes that lie there do not mend themselves: who tries again, as after damage on the way, tries in vain.
             raise ConfigError(
@@ -146,13 +145,14 @@ def _export(
     manifest: Manifest,
     store: Store,
     target: Store,
-    s3: S3Settings,
     revisions: Mapping[str, str],
     reporter: Reporter,
 ) -> None:
     # Not at the top: the look before the imports needs none of what these need.
     from .export.alone import exported_alone
     from .export.exporting import export_checkpoint
+
+    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
 
     def fetch(uri: str, kind: Literal["model", "tokenizer"]) -> Path:
         def told(count: int) -> None:

@@ -7,8 +7,8 @@ from sft_api.place import Beat, Done, RunRecord
 from sft_api.trainer_config import TrainerConfig
 
 from .alive import watch
-from .checkpoint.opening import open_store
-from .checkpoint.store import S3Settings, Store
+from .checkpoint.opening import store_at
+from .checkpoint.store import Store
 from .outage import of_another_place, of_the_place
 from .place import look, nothing_saved, open_place, read_done, read_own_record
 from .reporting import Reporter
@@ -52,8 +52,7 @@ def enter(config: TrainerConfig, store: Store, reporter: Reporter, *, writes: bo
         sign = watch(config, store, reporter, take_over=take_over)
         anew = found is None and config.spec.checkpoint.resume.origin is None and nothing_saved(store)
         record = open_place(config, store, conditional=conditional, revisions=lambda: _revisions_now(config))
-    s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
-    siblings = told_of_siblings(config, lambda uri: open_store(uri, s3)) if anew else []
+    siblings = told_of_siblings(config, lambda uri: store_at(uri, config)) if anew else []
     for warning in [*siblings, *changed(config, record.revisions)]:
         reporter.warn(warning)
     return Entered(record, None, sign)

@@ -16,8 +16,7 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.runtime import OriginSpec
 
 from .checkpoint.catalog import Catalog, Skipped
-from .checkpoint.opening import open_store
-from .checkpoint.store import S3Settings
+from .checkpoint.opening import store_at
 from .errors import ConfigError
 
 if TYPE_CHECKING:  # the look before the imports needs none of what these need
@@ -34,7 +33,7 @@ class Origin:
         self._spec = spec
         self._recorded = recorded.get(ORIGIN_FIELD)
         self.uri = spec.uri.rstrip("/")
-        self._store = open_store(self.uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+        self._store = store_at(self.uri, config)
 
     @classmethod
     def of(cls, config: TrainerConfig, recorded: Mapping[str, str]) -> "Origin | None":

@@ -8,9 +8,9 @@ from sft_api.trainer_config import TrainerConfig
 
 from .checkpoint.catalog import Catalog, nothing_removed
 from .checkpoint.local import LocalStore
-from .checkpoint.opening import open_store
+from .checkpoint.opening import store_at
 from .checkpoint.protocol import Protocol
-from .checkpoint.store import ProbeResult, S3Settings, Store
+from .checkpoint.store import ProbeResult, Store
 from .errors import ConfigError, StorageFullError
 from .export.record import refuse_other_run
 from .place import look, read_done
@@ -35,7 +35,7 @@ def check_storage(config: TrainerConfig, store: Store, reporter: Reporter) -> bo
         reporter.warn(result.message)
     export_uri = config.export_uri
     if export_uri is not None:
-        target = open_store(export_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+        target = store_at(export_uri, config)
         if not export_uri.startswith(f"{config.checkpoint_uri}/"):
             _tell_not_removed(target, target.probe(), store, reporter)
         # Also in the run's own place: an export stays when all else there is removed.

@@ -27,8 +27,8 @@ from .alike import check_alike, fingerprint
 from .alive import check_nobody_came
 from .boxes import Box
 from .callbacks.telling import Callbacks
-from .checkpoint.opening import open_store
-from .checkpoint.store import S3Settings, Store
+from .checkpoint.opening import store_at, store_of
+from .checkpoint.store import Store
 from .data.feed import Feed, Share, Shares
 from .distributed import Ranks, collective_timeout, device_for, gathered, join_group, sum_over_ranks, summed
 from .done import end_again
@@ -241,8 +241,7 @@ class Trainer:
     # Before the first step
 
     def _open_store(self) -> None:
-        self._s3 = S3Settings.from_spec(self.spec.checkpoint.s3)
-        self.store: Store = open_store(self.config.checkpoint_uri, self._s3)
+        self.store: Store = store_of(self.config)
         self._place = enter(
             self.config, self.store, self.reporter, writes=self.topology.writes, take_over=self._take_over
         )
@@ -594,7 +593,7 @@ class Trainer:
         on_the_way = self.ours.exports
         first = on_the_way.finish if on_the_way else lambda: None
         export = AtEnd(self.config, self.prepared, self.store, self.reporter, self.topology, first)
-        target, last = open_store(uri, self._s3), self.saving.checkpoint_of(self.step)
+        target, last = store_at(uri, self.config), self.saving.checkpoint_of(self.step)
         steps: list[int] = []
         self.saving.patiently(lambda: steps.append(export.run(last, uri, target)), f"the export to {uri}")
         self.events.emit(ExportEnded(steps[-1], uri))

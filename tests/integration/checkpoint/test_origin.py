@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def other(store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
     """The place of another run."""
-    monkeypatch.setattr(module, "open_store", lambda uri, s3: store)
+    monkeypatch.setattr(module, "store_at", lambda uri, config: store)
     return store
 
 

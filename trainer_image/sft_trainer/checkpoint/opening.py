@@ -8,7 +8,12 @@ from sft_trainer.errors import ConfigError
 
 def store_of(config: TrainerConfig) -> Store:
     """The store in which a run of ``config`` saves; errors as of ``open_store``."""
-    return open_store(config.checkpoint_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+    return store_at(config.checkpoint_uri, config)
+
+
+def store_at(uri: str, config: TrainerConfig) -> Store:
+    """The store at ``uri``, of buckets by the settings of a run of ``config``; errors as of ``open_store``."""
+    return open_store(uri, S3Settings.from_spec(config.spec.checkpoint.s3))
 
 
 def open_store(uri: str, s3: S3Settings | None = None) -> Store:

@@ -22,7 +22,7 @@ from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
-from sft_trainer.checkpoint.opening import open_store
+from sft_trainer.checkpoint.opening import store_at, store_of
 from sft_trainer.checkpoint.store import S3Settings
 from sft_trainer.errors import StorageFullError, TrainingError
 from sft_trainer.fetch import localise
@@ -58,7 +58,7 @@ def main() -> int:
 
 def _export(config: TrainerConfig, folder: str) -> None:
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
-    store = open_store(config.checkpoint_uri, s3)
+    store = store_of(config)
     identity = checkpoint_id(folder)
     assert identity is not None  # noqa: S101 - from the process that trains
     assert config.export_uri is not None  # noqa: S101
@@ -72,7 +72,7 @@ def _export(config: TrainerConfig, folder: str) -> None:
 
     files = pinned(config, record.revisions if record else {}).spec.model
     exported = exported_alone(config, files, store, found, fetch, lambda text: _say(warning=text))
-    target = open_store(step_export(config.export_uri, found.step), s3)
+    target = store_at(step_export(config.export_uri, found.step), config)
     export_checkpoint(exported, target, CheckpointGroup(ALONE), on_bytes=counted.add)
 
 

@@ -22,8 +22,8 @@ from sft_api.v1alpha1.places import STEP_EXPORTS, step_export
 from sft_api.v1alpha1.status import CheckpointStatus, ExportStatus
 from sft_trainer.checkpoint.catalog import Catalog, Skipped
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
-from sft_trainer.checkpoint.opening import open_store
-from sft_trainer.checkpoint.store import S3Settings, Store
+from sft_trainer.checkpoint.opening import store_at
+from sft_trainer.checkpoint.store import Store
 from sft_trainer.errors import (
     StopRequested,
     StorageDeadlineError,
@@ -80,7 +80,6 @@ class ExportsOnTheWay(Listener):
         assert uri is not None  # noqa: S101 - a rule of the API
         self._config, self._every, self._uri = config, every, uri
         self._digest = config.numbers().digest
-        self._s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
         self._store, self._saving, self._reporter, self._stop_file = store, saving, reporter, stop_file
         self._process = process or ExportProcess(config)
         self._available_memory = available_memory or Cgroup().available_memory
@@ -280,7 +279,7 @@ class ExportsOnTheWay(Listener):
         """Take what earlier attempts left, and tell what they exported."""
         names: dict[int, set[str]] = {}
         try:
-            for entry in open_store(self._uri, self._s3).list(STEP_EXPORTS):
+            for entry in store_at(self._uri, self._config).list(STEP_EXPORTS):
                 folder, _, name = entry.key.removeprefix(STEP_EXPORTS).partition("/")
                 if folder.isdigit():
                     names.setdefault(int(folder), set()).add(name)
@@ -295,7 +294,7 @@ class ExportsOnTheWay(Listener):
         self._take(each for each in usable if each not in self._saving.refused)
 
     def _is_ours(self, step: int) -> bool:
-        found = read_export(open_store(step_export(self._uri, step), self._s3))
+        found = read_export(store_at(step_export(self._uri, step), self._config))
         return found is not None and (found.name, found.digest) == (self._config.job.name, self._digest)
 
     def _export(self, checkpoint: CheckpointId) -> None:
@@ -305,7 +304,7 @@ class ExportsOnTheWay(Listener):
         if isinstance(found, Skipped):
             raise CheckpointCorruptError(f"the checkpoint {found}")
         record = ExportRecord.of(self._config.job.name, found, form_of(self._config.spec))
-        if is_finished(open_store(uri, self._s3), record):
+        if is_finished(store_at(uri, self._config), record):
             return
         free = self._available_memory()
         if free is not None and free < EXPORT_BYTES:

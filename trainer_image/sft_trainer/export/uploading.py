@@ -19,8 +19,8 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import HubSpec, HubStatus
 from sft_trainer.cache import cache_directory
 from sft_trainer.checkpoint.local import LocalStore
-from sft_trainer.checkpoint.opening import open_store
-from sft_trainer.checkpoint.store import READ_BLOCK, S3Settings, Store, check_key
+from sft_trainer.checkpoint.opening import store_at
+from sft_trainer.checkpoint.store import READ_BLOCK, Store, check_key
 from sft_trainer.errors import AccessDeniedError, ConfigError, StorageNotFoundError
 from sft_trainer.fetch import check_free, disk_error
 
@@ -37,7 +37,7 @@ Told = Callable[[str], None]
 def export_target(config: TrainerConfig) -> Store:
     """Where the run exports to."""
     assert config.export_uri is not None  # noqa: S101 - a rule of the API
-    return open_store(config.export_uri, S3Settings.from_spec(config.spec.checkpoint.s3))
+    return store_at(config.export_uri, config)
 
 
 def known_copy(hub: HubSpec, target: Store) -> HubStatus | None:
