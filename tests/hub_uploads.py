@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from sft_api.place import HUB_RECORD
 from tests.answering import Answering, served
 
 TOKEN = "hf_write"
@@ -71,6 +73,12 @@ class UploadHub:
     def sent(self) -> list[str]:
         """Digests of the large files that were sent, in their order."""
         return [request.rpartition("/")[2] for request in self.asked if request.startswith("PUT /lfs/")]
+
+
+def as_exported(folder: Path) -> dict[str, bytes]:
+    """Files of the export in ``folder`` that a copy has unchanged: not the model card, and not the word of the copy."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in (HUB_RECORD, "README.md"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 class _Refused(Exception):

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 from tests.parity.runs import step_records
 
-from . import disturbances, half_placed
+from . import disturbances, half_placed, profiles
+from .on_the_hub import OnTheHub
 from .stage import Stage
 
 STEPS = 400
@@ -34,6 +36,8 @@ class Scenario:
     name: str
     disturb: Disturbance = disturbances.nothing
     begin: Begin = apply
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    """What is there from the beginning to the end."""
     restarts: bool = True
     loses_pod: bool = False
     saves_first: bool = False
@@ -44,6 +48,7 @@ class Scenario:
     """The disturbance ends with a new start, of which no incident tells: the next new step is watched for."""
 
 
+_ON_THE_HUB = OnTheHub()
 SCENARIOS = (
     Scenario("worker-killed", disturbances.kill_worker),
     Scenario("pod-deleted", disturbances.delete_pod, loses_pod=True, saves_first=True),
@@ -75,6 +80,15 @@ SCENARIOS = (
     Scenario("key-revoked-all-pods-lost", disturbances.revoke_key_and_lose_all_pods, failures=0),
     Scenario("bucket-read-only", disturbances.close_bucket, restarts=False),
     Scenario("begun-by-hand", begin=disturbances.begin_by_hand, saves_first=True),
+    Scenario("pod-profile", profiles.compare, profiles.begin, restarts=False, failures=0),
+    Scenario(
+        "hub",
+        _ON_THE_HUB.lose_pod_while_it_uploads,
+        _ON_THE_HUB.begin,
+        within=_ON_THE_HUB.served,
+        restarts=False,
+        failures=0,
+    ),
 )
 
 
@@ -142,11 +156,12 @@ def first_step_seconds(stage: Stage, name: str) -> float:
 def run_disturbed(stage: Stage, scenario: Scenario, expected: dict[int, dict[str, Any]]) -> Result:
     """Start a job of as many steps, do to it what the scenario says, and compare it with the undisturbed one."""
     name = scenario.name
-    scenario.begin(stage, quickstart(stage, name, training={"steps": len(expected)}))
-    stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
-    scenario.disturb(stage, name)
-    resumed = _seconds_to_a_step(stage, name) if scenario.resumes else 0.0
-    state = stage.wait_for_end(name, seconds=900)
+    with scenario.within():
+        scenario.begin(stage, quickstart(stage, name, training={"steps": len(expected)}))
+        stage.wait_for(name, f"step {DISTURB_AFTER}", lambda: stage.step(name) >= DISTURB_AFTER, seconds=300)
+        scenario.disturb(stage, name)
+        resumed = _seconds_to_a_step(stage, name) if scenario.resumes else 0.0
+        state = stage.wait_for_end(name, seconds=900)
     records = step_records(stage.folder(name))
     result = Result(name, state, curve_mismatch(records, expected))
     if stage.status(name).get("firstStepTime"):

@@ -77,17 +77,27 @@ def delete_pod(stage: Stage, name: str) -> None:
 
 def lose_pod(stage: Stage, name: str) -> None:
     """Index 1 is gone at once, as when its node loses power: no SIGTERM, no last words."""
-    stage.kubectl("delete", "pod", pod_name(stage, name, 1), "--grace-period=0", "--force", "--wait=false")
+    lose_pod_of(stage, name, 1)
+
+
+def lose_pod_of(stage: Stage, name: str, index: int) -> None:
+    """The same of any index."""
+    stage.kubectl("delete", "pod", pod_name(stage, name, index), "--grace-period=0", "--force", "--wait=false")
 
 
 def freeze_first_pod(stage: Stage, name: str) -> None:
     """All processes of index 0 stand still for good: neither supervisor nor worker says anything, nor hears SIGTERM."""
-    pod = json.loads(stage.kubectl("get", "pod", pod_name(stage, name, 0), "-o", "json"))
-    container = pod["status"]["containerStatuses"][0]["containerID"].partition("://")[2]
-    first = next(int(line.split()[1]) for line in ctr("tasks", "ls").splitlines() if line.startswith(container))
+    first = first_process(stage, name, 0)
     # The supervisor first: it would notice that the others stop.
     for pid in (first, *descendants(first)):
         os.kill(pid, signal.SIGSTOP)
+
+
+def first_process(stage: Stage, name: str, index: int) -> int:
+    """The pid, on this machine, of the first process of the trainer in the live pod of a completion index."""
+    pod = json.loads(stage.kubectl("get", "pod", pod_name(stage, name, index), "-o", "json"))
+    container = pod["status"]["containerStatuses"][0]["containerID"].partition("://")[2]
+    return next(int(line.split()[1]) for line in ctr("tasks", "ls").splitlines() if line.startswith(container))
 
 
 def evict_first_pod(stage: Stage, name: str) -> None:
@@ -114,7 +124,7 @@ def crash_and_lose_while_nobody_looks(stage: Stage, name: str) -> None:
     _scale_operator(stage, 0)
     kill_worker(stage, name)
     _wait_for_attempt(stage, name, 2)
-    stage.kubectl("delete", "pod", pod_name(stage, name, 0), "--grace-period=0", "--force", "--wait=false")
+    lose_pod_of(stage, name, 0)
     _wait_for_attempt(stage, name, 3)
     _scale_operator(stage, 1)
 
@@ -161,13 +171,11 @@ def fail_and_retry(stage: Stage, name: str) -> None:
     """A job that has failed for good goes on when it is asked to: from its newest checkpoint, which the status names
     all the while, and with nothing counted against it: it may still not be restarted."""
     _fail_for_good(stage, name)
-    before = _pod_uids(stage, name)
+    before = pod_uids(stage, name)
     told, saved = _newest_told(stage, name), _newest_saved(stage, name)
     # Refused where the operator writes the status meanwhile: then it is asked again, as a user does.
     stage.wait_for(name, "sft retry that is taken", lambda: _sft(stage, "retry", name), seconds=30)
-    stage.wait_for(
-        name, "event", lambda: "begins again, from the newest checkpoint" in _told_by(stage, name, "Retried")
-    )
+    stage.wait_for(name, "event", lambda: "begins again, from the newest checkpoint" in told_by(stage, name, "Retried"))
     resumed = stage.wait_for(name, "word of the step that it goes on from", lambda: _resumed_from(stage, name, before))
     assert 0 < told <= saved <= resumed, (told, saved, resumed, stage.explain(name))
     assert _newest_told(stage, name) >= told, stage.explain(name)
@@ -207,7 +215,7 @@ def _newest_saved(stage: Stage, name: str) -> int:
     return max(found.step for folder in folders if (found := checkpoint_id(folder)))
 
 
-def _told_by(stage: Stage, name: str, reason: str) -> str:
+def told_by(stage: Stage, name: str, reason: str) -> str:
     """The messages of the job's events of that reason."""
     selector = f"--field-selector=involvedObject.kind=SFTJob,involvedObject.name={name},reason={reason}"
     return stage.kubectl("get", "events", selector, "-o", "jsonpath={.items[*].message}")
@@ -266,10 +274,10 @@ def revoke_key(stage: Stage, name: str) -> None:
 
 def revoke_key_and_lose_all_pods(stage: Stage, name: str) -> None:
     """All pods are lost while the store does not know the job's key: the new ones wait for it, as the old ones did."""
-    lost = _pod_uids(stage, name)
+    lost = pod_uids(stage, name)
 
     def replaced() -> bool:
-        found = _pod_uids(stage, name)
+        found = pod_uids(stage, name)
         return found.isdisjoint(lost) and len(found) == len(lost)
 
     stage.store.serve(revoked=True)
@@ -278,14 +286,14 @@ def revoke_key_and_lose_all_pods(stage: Stage, name: str) -> None:
         stage.wait_for(name, "new pods", replaced)
         stage.wait_for(name, "word of their wait for the store", lambda: _waits_for_store(stage, name), seconds=240)
         # They are the same ones a while later, and nothing was given up.
-        waiting = _pod_uids(stage, name)
+        waiting = pod_uids(stage, name)
         time.sleep(20)
-        assert (_pod_uids(stage, name), bool(_storage_outage(stage, name))) == (waiting, True), stage.explain(name)
+        assert (pod_uids(stage, name), bool(_storage_outage(stage, name))) == (waiting, True), stage.explain(name)
     finally:
         stage.store.serve()
 
 
-def _pod_uids(stage: Stage, name: str) -> set[str]:
+def pod_uids(stage: Stage, name: str) -> set[str]:
     uids = stage.kubectl("get", "pods", _selector(name), "-o", "jsonpath={.items[*].metadata.uid}")
     return set(uids.split())
 

@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,9 +130,9 @@ class Stage:
 
         return self.wait_for(name, "end of the run", ended, seconds=seconds)
 
-    def install_operator(self, *values: str) -> None:
+    def install_operator(self, *values: str, profiles: Mapping[str, Any] | None = None) -> None:
         """The operator with the platform's store and further ``values`` of the chart; also over one that is there."""
-        install_operator(self.cluster, *_platform_store(self), *values)
+        install_operator(self.cluster, *_platform_store(self), *values, profiles=profiles)
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
@@ -271,8 +271,8 @@ def _platform_store(stage: Stage) -> list[str]:
     ]
 
 
-def install_operator(cluster: Cluster, *values: str) -> None:
-    """``helm upgrade --install`` of the chart with the images of the working tree."""
+def install_operator(cluster: Cluster, *values: str, profiles: Mapping[str, Any] | None = None) -> None:
+    """``helm upgrade --install`` of the chart with the images of the working tree, and these profiles of pods."""
     operator, trainer = images.OPERATOR_IMAGE.rpartition(":"), images.TRAINER_IMAGE
     settings = [
         f"image.repository={operator[0]}",
@@ -299,6 +299,7 @@ def install_operator(cluster: Cluster, *values: str) -> None:
         "--create-namespace",
         "--wait",
         "--timeout=180s",
+        f"--set-json=pods.profiles={json.dumps(profiles or {})}",
         *(f"--set={setting}" for setting in settings),
     )
 

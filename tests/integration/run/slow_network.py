@@ -31,7 +31,8 @@ class Gate:
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        address, port = self._listener.getsockname()
+        return f"http://{address}:{port}"
 
     def serve(self) -> None:
         with suppress(OSError):  # closed
@@ -52,9 +53,9 @@ class Gate:
 
 
 @contextmanager
-def gate(endpoint: str, holds: Holds = is_upload_of_shards) -> Iterator[Gate]:
-    """A closed gate before ``endpoint``."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+def gate(endpoint: str, holds: Holds = is_upload_of_shards, *, address: str = "127.0.0.1") -> Iterator[Gate]:
+    """A closed gate before ``endpoint``, at an ``address`` of this machine."""
+    with socket.create_server((address, 0)) as listener:
         made = Gate(endpoint, listener, holds)
         threading.Thread(target=made.serve, daemon=True).start()
         try:

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sft_api.place import HUB_RECORD
-from tests.exports import content
-from tests.hub_uploads import TOKEN, UploadHub, serve_uploads
+from tests.hub_uploads import TOKEN, UploadHub, as_exported, serve_uploads
 from tests.integration.run.runs import Place, assert_refused
 from tests.integration.run.slow_network import gate
 from tests.integration.run.test_export import sft_export
@@ -25,11 +23,8 @@ def hub() -> Iterator[UploadHub]:
 
 def uploaded(place: Place, hub: UploadHub) -> dict[str, bytes]:
     """What the repository has of the export, all of which it has; the model card is another."""
-    here = {name: raw for name, raw in content(place.store() / "export").items() if name != HUB_RECORD}
-    there = hub.repositories["org/mine"].files()
-    assert {name: there[name] for name in here if name != "README.md"} == {
-        name: raw for name, raw in here.items() if name != "README.md"
-    }
+    here, there = as_exported(place.store() / "export"), hub.repositories["org/mine"].files()
+    assert {name: there[name] for name in here} == here
     return there
 
 
