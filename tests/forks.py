@@ -40,7 +40,7 @@ _THEY_IMPORT = ("sft_cli.overrides", "sft_cli.manifest", "sft_cli.run", "sft_cli
 IMPORTED_LATER = ("transformers.models.qwen3.modeling_qwen3", "tensorboardX", "pygal", "torch._inductor.compile_fx")
 """By the workers of nearly all runs of tests, on their way; the last by those that compile or have Megatron-Core."""
 _READ_WHEN_NEEDED = (
-    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GLOO_SOCKET_IFNAME"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GLOO_SOCKET_IFNAME", "HF_TOKEN"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCH_NCCL_", "TORCH_FR_", "SFT_", "PYTEST_"),
     # What they say is done here; the last ones are set as for a process that imports for workers.

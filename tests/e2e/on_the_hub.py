@@ -34,7 +34,7 @@ class OnTheHub:
 
         with serve_uploads() as self._hub:
             self._hub.faults.append(Fault("POST", "/commit/", 500))
-            with gate(self._hub.endpoint, is_second_try, address=BRIDGE_ADDRESS) as self._way:
+            with gate(self._hub.endpoint, is_second_try, at=(BRIDGE_ADDRESS, 0)) as self._way:
                 yield
 
     def begin(self, stage: Stage, job: dict[str, Any]) -> None:

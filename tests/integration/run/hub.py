@@ -44,9 +44,15 @@ def _held() -> socket.socket:
     return held
 
 
-def usual_endpoint() -> str:
+def usual_address() -> tuple[str, int]:
     """Where ``serve_hub`` serves, one hub after another: all runs have it, and may be forks of one process."""
-    return f"http://127.0.0.1:{_held().getsockname()[1]}"
+    address: tuple[str, int] = _held().getsockname()
+    return address
+
+
+def usual_endpoint() -> str:
+    """The URL of that."""
+    return "http://{}:{}".format(*usual_address())
 
 
 class _Sharing(ThreadingHTTPServer):
@@ -105,7 +111,7 @@ def serve_hub(
         def refuse(self, status: int, code: str) -> None:
             self.answer(b"{}", status, {"X-Error-Code": code})
 
-    with served(Handler, _Sharing, _held().getsockname()[1] if port is None else port) as hub.endpoint:
+    with served(Handler, _Sharing, usual_address()[1] if port is None else port) as hub.endpoint:
         yield hub
 
 

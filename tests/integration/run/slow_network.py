@@ -53,9 +53,11 @@ class Gate:
 
 
 @contextmanager
-def gate(endpoint: str, holds: Holds = is_upload_of_shards, *, address: str = "127.0.0.1") -> Iterator[Gate]:
-    """A closed gate before ``endpoint``, at an ``address`` of this machine."""
-    with socket.create_server((address, 0)) as listener:
+def gate(
+    endpoint: str, holds: Holds = is_upload_of_shards, *, at: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[Gate]:
+    """A closed gate before ``endpoint``, at an address and port of this machine."""
+    with socket.create_server(at, reuse_port=True) as listener:
         made = Gate(endpoint, listener, holds)
         threading.Thread(target=made.serve, daemon=True).start()
         try:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.hub_uploads import TOKEN, UploadHub, as_exported, serve_uploads
+from tests.integration.run.hub import usual_address
 from tests.integration.run.runs import Place, assert_refused
-from tests.integration.run.slow_network import gate
+from tests.integration.run.slow_network import Gate, gate
 from tests.integration.run.test_export import sft_export
 
 MINE = {"export": {"atEnd": True, "hub": {"repository": "org/mine"}}}
@@ -21,6 +22,14 @@ def hub() -> Iterator[UploadHub]:
         yield hub
 
 
+@pytest.fixture
+def way(hub: UploadHub) -> Iterator[Gate]:
+    """To the hub, where all runs look for one; weights are not let through yet."""
+    with gate(hub.endpoint, lambda line: line.startswith(b"PUT /lfs/"), at=usual_address()) as way:
+        hub.endpoint = way.endpoint
+        yield way
+
+
 def uploaded(place: Place, hub: UploadHub) -> dict[str, bytes]:
     """What the repository has of the export, all of which it has; the model card is another."""
     here, there = as_exported(place.store() / "export"), hub.repositories["org/mine"].files()
@@ -28,16 +37,16 @@ def uploaded(place: Place, hub: UploadHub) -> dict[str, bytes]:
     return there
 
 
-def test_a_copy_is_made_whatever_comes_between(place: Place, hub: UploadHub) -> None:
+def test_a_copy_is_made_whatever_comes_between(place: Place, hub: UploadHub, way: Gate) -> None:
     # Given adapters that two processes train, in a run that is stopped while it uploads
     model = place.folder / "model"
     shutil.copytree(place.inputs.model, model)
     policy = {"storageDeadlineSeconds": 1}
     job = place.job(model={"uri": f"file://{model}"}, lora={"rank": 2}, runPolicy=policy, **MINE)
-    with gate(hub.endpoint, lambda line: line.startswith(b"PUT /lfs/")) as way:
-        process = place.start(job, "--processes", "2", **{**hub.environment(), "HF_ENDPOINT": way.endpoint})
-        place.wait_until(way.held.is_set)
-        ended = place.interrupt(process, signal.SIGTERM)
+    process = place.start(job, "--processes", "2", **hub.environment())
+    place.wait_until(way.held.is_set)
+    ended = place.interrupt(process, signal.SIGTERM)
+    way.open.set()
     assert ended.status["state"] == "Suspended", ended.said
     assert json.loads((place.store() / "done.json").read_text())["step"] == 3
 
@@ -74,6 +83,7 @@ def test_a_copy_is_made_whatever_comes_between(place: Place, hub: UploadHub) -> 
     uploaded(place, hub)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_token_that_may_not_write_there_is_refused_before_the_first_step(place: Place, hub: UploadHub) -> None:
     ended = place.run(place.job(**MINE), **{**hub.environment(), "HF_TOKEN": "hf_read"})
 
