@@ -53,7 +53,8 @@ _MOSTLY_WAIT = (
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n`` one process has all tests of a file, or of such a folder, for the sake of what they share.
 
-    Of three or more the last one has nothing but tests that mostly wait, while all others compute beside it.
+    Of three or more the last one has the tests that mostly wait, while all others compute beside it. Who has no more of
+    its own kind takes of the other: tests of runs wait too, and two that compute leave a part of two processors idle.
     """
     from xdist.scheduler import LoadFileScheduling
 
@@ -77,14 +78,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             if (own := self._own(node)) is not None:
                 self.workqueue.move_to_end(own, last=False)
-            if own is not None or node is not self._waits:
-                super()._assign_work_unit(node)
-
-        def _reschedule(self, node: Any) -> None:
-            if node is not self._waits or self._own(node) is not None:
-                super()._reschedule(node)
-            elif not node.shutting_down:
-                node.shutdown()
+            super()._assign_work_unit(node)
 
     return ByPlace(config, log)
 

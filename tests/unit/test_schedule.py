@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import pytest_xdist_make_scheduler
 
 WAITING = [f"tests/integration/{file}::test_{n}" for file in ("operator/a.py", "operator/b.py") for n in range(4)]
-OTHERS = [f"tests/unit/test_{file}.py::test_{n}" for file in range(6) for n in range(4)]
+OTHERS = [f"tests/unit/test_{file:02}.py::test_{n}" for file in range(12) for n in range(4)]
 
 
 class Process:
@@ -51,15 +51,16 @@ def ran(count: int, tests: list[str], *, slow: int | None = None) -> list[list[s
     return [[tests[index] for index in process.done] for process in processes]
 
 
-def test_of_three_the_last_has_what_waits_and_nothing_else() -> None:
+def test_of_three_the_last_has_what_waits_and_helps_after_that() -> None:
     first, second, last = ran(3, OTHERS[:8] + WAITING + OTHERS[8:])
 
-    assert last == WAITING
-    assert sorted(first + second) == OTHERS
-    assert first
-    assert second
+    assert last[: len(WAITING)] == WAITING
+    assert set(WAITING).isdisjoint(first + second)
+    assert sorted(first + second + last[len(WAITING) :]) == OTHERS
+    assert last[len(WAITING) :]
     # A file is one process's
-    assert {name.partition("::")[0] for name in first}.isdisjoint(name.partition("::")[0] for name in second)
+    files = [{name.partition("::")[0] for name in process} for process in (first, second, last)]
+    assert sum(map(len, files)) == len(set().union(*files))
 
 
 def test_two_have_everything_in_its_order() -> None:
@@ -69,11 +70,11 @@ def test_two_have_everything_in_its_order() -> None:
     assert [name for name in first + second if name in WAITING] == WAITING, "in one of them, in a row"
 
 
-def test_where_nothing_waits_two_of_three_have_all() -> None:
-    *others, last = ran(3, OTHERS)
+def test_where_nothing_waits_three_have_all() -> None:
+    processes = ran(3, OTHERS)
 
-    assert last == []
-    assert all(others)
+    assert sorted(itertools.chain(*processes)) == OTHERS
+    assert all(processes)
 
 
 @pytest.mark.parametrize("slow", [0, 2])
@@ -84,6 +85,7 @@ def test_whoever_is_slow_everything_is_run_and_what_waits_is_no_reason_to_stand_
 
     assert sorted(itertools.chain(*processes)) == sorted(WAITING + more + OTHERS)
     assert WAITING[0] in processes[2]
-    assert set(processes[2]).isdisjoint(OTHERS)
-    # The others help once they have nothing of their own to do
-    assert slow != 2 or set(processes[0] + processes[1]) > set(OTHERS)
+    # Who is not slow helps once it has nothing of its own to do
+    helped = [name for process in processes[:2] for name in process if name in WAITING + more]
+    assert bool(helped) == (slow == 2)
+    assert bool(set(processes[2]) & set(OTHERS)) == (slow == 0)
