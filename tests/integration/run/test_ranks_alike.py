@@ -116,16 +116,16 @@ def test_nodes_that_hold_the_same_train(repositories: dict[str, Path], tiny_inpu
 def test_a_hub_that_goes_away_does_not_stop_a_run_that_is_restarted(
     repositories: dict[str, Path], place: Place
 ) -> None:
-    # Given a run from the hub that has saved
+    # Given a run that has saved, from repositories of the hub that no other one has fetched
+    names = {"org/tiny": "org/went-away", "datasets/org/chats": "datasets/org/chats-went-away"}
     job = place.job(
-        model={"uri": "hf://org/tiny"},
-        data={"train": [{"uri": "hf://org/chats", "split": "train[:60]"}]},
+        model={"uri": "hf://org/went-away"},
+        data={"train": [{"uri": "hf://org/chats-went-away", "split": "train[:60]"}]},
         training={"steps": 40, "globalBatchTokens": 512},
         checkpoint={"everySteps": 5},
     )
-    own = {"HF_HOME": str(place.folder / "huggingface"), "SFT_CACHE_DIR": str(place.folder / "cache")}
-    with serve_hub(repositories):
-        process = place.start_standing(job, 12, **own)
+    with serve_hub({names[name]: folder for name, folder in repositories.items()}):
+        process = place.start_standing(job, 12)
 
     # When the hub is gone, and then a worker
     (worker,) = workers(place)
@@ -137,7 +137,7 @@ def test_a_hub_that_goes_away_does_not_stop_a_run_that_is_restarted(
     assert ended.status["restarts"]["failures"] == 1
     assert ended.latest == 40
     log = "".join(file.read_text() for file in (place.store() / "logs").iterdir())
-    for repository in ("org/tiny", "org/chats"):
+    for repository in ("org/went-away", "org/chats-went-away"):
         assert re.search(rf"hf://{repository}@(\w+) is commit \1\b", log), "the commit that it began with"
 
 
