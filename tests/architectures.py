@@ -88,6 +88,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16},
     **dict.fromkeys(("flex_olmo", "mixtral", "olmoe", "qwen3_moe"), _EXPERTS),
     "gpt_oss": {**_EXPERTS, "intermediate_size": 16, "sliding_window": 4},
+    "olmo_hybrid": _GATED_DELTA_NETS,
     "qwen3_5_text": _GATED_DELTA_NETS,
     "qwen3_5_moe_text": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**_GATED_DELTA_NETS, **_EXPERTS, "shared_expert_intermediate_size": 16},

@@ -43,8 +43,11 @@ class Family:
     """Whether what attention gives is multiplied by a gate, which is projected together with queries."""
     latent: bool = False
     """Whether queries and keys come from narrow ones (DeepSeek-AI 2024, arXiv 2405.04434)."""
-    delta: Literal["", "apart", "together"] = ""
-    """Whether some blocks have a gated delta net for attention, and its projections are apart, or two together."""
+    delta: Literal["", "apart", "together", "each"] = ""
+    """Whether some blocks have a gated delta net for attention, and its projections are apart, or two together, or
+    those to queries, keys and values apart too."""
+    norms_of_delta: Literal["", "before"] = ""
+    """Where norms stand in such blocks, if elsewhere than in the others."""
     mixers: Literal["", "states", "states beside", "states alone", "convolutions"] = ""
     """What some blocks have: a layer of Mamba 2 in place of attention, or beside it, or each block either of these or
     an MLP; or a short convolution."""
@@ -292,6 +295,19 @@ FAMILIES: Mapping[str, Family] = {
         **_WIDE_SHARED,
     ),
     "qwen3_5_text": _GATED_DELTA_NETS,
+    "olmo_hybrid": Family(
+        query_key_norm="whole",
+        norms="after",
+        norms_in_fp32=True,
+        delta="each",
+        norms_of_delta="before",
+        names=(
+            *((f"linear_attn.in_proj_{name}", f"linear_attn.{name}_proj") for name in "qkvab"),
+            ("linear_attn.in_proj_z", "linear_attn.g_proj"),
+            ("linear_attn.out_proj", "linear_attn.o_proj"),
+            ("linear_attn.norm", "linear_attn.o_norm"),
+        ),
+    ),
     "qwen3_5_moe_text": replace(
         _GATED_DELTA_NETS,
         mixture=True,

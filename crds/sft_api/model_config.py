@@ -203,7 +203,9 @@ def _kind(shape: ModelShape, config: Mapping[str, Any], mixer: str, is_sparse: b
     if mixer == _CONVOLUTION:
         return replace(shape, attends=False, convolved=_known(config, _CONVOLVED))
     if family.delta:
-        return replace(shape, attends=False, delta=GatedDelta(*(_known(config, name) for name in _OF_DELTA)))
+        family = replace(family, norms=family.norms_of_delta or family.norms)
+        delta = GatedDelta(*(_known(config, name) for name in _OF_DELTA))
+        return replace(shape, family=family, attends=False, delta=delta)
     if mixer in (_DENSE, _SPARSE):
         return replace(shape, attends=False)
     heads, groups, size, state, kernel = (_known(config, name) for name in family.states_fields)

@@ -251,6 +251,9 @@ class ModelShape:
             sizes = {"qkv": delta.channels, "z": delta.values, "b": delta.value_heads, "a": delta.value_heads}
             if self.family.delta == "together":
                 sizes = {"qkvz": delta.channels + delta.values, "ba": 2 * delta.value_heads}
+            elif self.family.delta == "each":
+                sizes = {"q": delta.keys, "k": delta.keys, "v": delta.values, **sizes}
+                del sizes["qkv"]
             found = {f"linear_attn.in_proj_{name}": (outputs, width) for name, outputs in sizes.items()}
             found["linear_attn.out_proj"] = (width, delta.values)
         return found

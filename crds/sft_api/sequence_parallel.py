@@ -10,7 +10,7 @@ from typing import Any
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.words import either
 
-LINEAR_ATTENTION = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+LINEAR_ATTENTION = ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Values of ``model_type`` of those models with layers of linear attention, gated delta nets, that are trained."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 """Of those with layers of short convolutions."""

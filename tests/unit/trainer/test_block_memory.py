@@ -111,6 +111,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_ROUTED, **_LATENT_HEADS, "q_lora_rank": None},
     "deepseek_v3": {**_ROUTED, **_LATENT_HEADS},
     "glm4_moe_lite": {**_ROUTED, **_LATENT_HEADS, "v_head_dim": 96},
+    "olmo_hybrid": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_SHARED},
     "qwen3_next": {**_DELTA, **_SHARED, "mlp_only_layers": [0]},
@@ -216,7 +217,7 @@ def check_modules(huggingface: Any) -> ModelShape:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("glm4", "deepseek_v3", "glm4_moe", "qwen2_moe", "qwen3_5_text", "qwen3_next"),
+        *("glm4", "deepseek_v3", "glm4_moe", "qwen2_moe", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
         *("cohere2", "falcon_h1", "granitemoehybrid", "lfm2_moe", "nemotron_h"),
     ],
 )
@@ -245,7 +246,7 @@ def test_layers_that_get_adapters_and_weights_in_4_bits_are_those_of_the_trainer
 
 
 _OTHER_WAYS = (
-    *("qwen2_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next"),
+    *("qwen2_moe", "deepseek_v3", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
     *("cohere2", "falcon_h1", "gemma2", "gemma4_text", "granitemoehybrid", "lfm2_moe", "nemotron_h", "seed_oss"),
 )
 

@@ -189,22 +189,28 @@ def test_tensors_have_the_names_of_the_hub(
         assert len(stacked) == experts, "of two layers three stacked tensors, each read as one"
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_that_are_trained_beside_adapters_have_the_shape_of_their_module(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "options", "module"),
+    [
+        *((kind, EXPERTS, ".experts.") for kind in ("qwen3_moe", "mixtral", "gpt_oss")),
+        ("olmo_hybrid", {"linear_key_head_dim": 6, "linear_value_head_dim": 4}, ".conv1d."),
+    ],
+)
+def test_what_is_trained_beside_adapters_has_the_shape_of_its_module(
+    tmp_path: Path, kind: str, options: dict[str, Any], module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Given a checkpoint, which has them by projection, and blocks that hold a few of them
-    save_random(kind, tmp_path / "model", **EXPERTS)
+    # Given a checkpoint, which has it by projection, and blocks that hold a few of them
+    save_random(kind, tmp_path / "model", **options)
     model = loaded(tmp_path / "model")
     store = LocalStore(tmp_path / "store")
     manifest = save(whole_boxes(model), store)
     monkeypatch.setattr(values, "BLOCK_BYTES", 300)
 
     # When they are written for peft, which loads into modules
-    plan = plan_adapter(model, lambda name: ".experts." in name)
+    plan = plan_adapter(model, lambda name: module in name)
     found = read(plan, values.Values(store, manifest, model.names, base=lambda: pytest.fail("nothing is lacking")))
 
-    trained = {name: value for name, value in model.huggingface.named_parameters() if ".experts." in name}
+    trained = {name: value for name, value in model.huggingface.named_parameters() if module in name}
     assert found.keys() == {f"base_model.model.{name}" for name in trained}
     for name, value in trained.items():
         assert torch.equal(found[f"base_model.model.{name}"], value), name

@@ -131,6 +131,9 @@ OWN = {
         ("bamba", {"mamba_conv_bias": False, "time_step_limit": (0.5, 0.9)}),
         ("nemotron_h", {"moe_latent_size": 16, "use_bias": True, "n_group": 2, "routed_scaling_factor": 2.5}),
         ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+        # As it is published: without positions.
+        ("olmo_hybrid", {"rope_parameters": None, "rope_theta": None, "linear_value_head_dim": 16}),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
     ],
 )
 def test_so_do_others_than_usual(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
@@ -152,7 +155,7 @@ def test_so_do_others_than_usual(tmp_path: Path, kind: str, options: dict[str, A
         assert (gradient - each).norm() <= 5e-6 * each.norm() + 1e-8 * whole, name
 
 
-@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "lfm2_moe"])
+@pytest.mark.parametrize("kind", ["granitemoehybrid", "nemotron_h", "lfm2_moe", "olmo_hybrid"])
 def test_a_run_goes_on_from_its_checkpoint_and_transformers_loads_what_is_exported_of_it(
     tmp_path: Path, kind: str
 ) -> None:
@@ -192,6 +195,9 @@ _OF_QWEN = {f"linear_attn.{name}.weight": True for name in ("in_proj_qkv", "in_p
 }
 DECAYED = {
     "qwen3_5_text": _OF_QWEN,
+    "olmo_hybrid": {f"linear_attn.{name}_proj.weight": True for name in "abgkoqv"}
+    | {f"linear_attn.{name}": False for name in ("A_log", "dt_bias", "o_norm.weight")}
+    | {"linear_attn.conv1d.weight": True},
     "lfm2": {"conv.in_proj.weight": True, "conv.conv.weight": True, "conv.out_proj.weight": True},
     "granitemoehybrid": {f"mamba.{name}.weight": True for name in ("in_proj", "conv1d", "out_proj")}
     | {f"mamba.{name}": False for name in ("A_log", "D", "dt_bias", "conv1d.bias", "norm.weight")},
@@ -226,6 +232,7 @@ def test_weight_decay_is_that_of_matrices_and_filters(tmp_path: Path, kind: str)
             [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")],
         ),
         ("qwen3_next", ["linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba", "linear_attn.out_proj"]),
+        ("olmo_hybrid", [f"linear_attn.{name}_proj" for name in "abgkoqv"]),
         ("lfm2", ["conv.in_proj", "conv.out_proj"]),
         ("granitemoehybrid", ["mamba.in_proj", "mamba.out_proj"]),
         # peft refuses those of out_proj.

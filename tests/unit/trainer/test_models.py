@@ -247,7 +247,6 @@ def test_what_would_train_another_model_is_refused(
         ("mamba", {}, "layers of type linear_attention"),
         ("recurrent_gemma", {}, "layers of type linear_attention"),
         ("minimax", {}, "layers of type linear_attention"),
-        ("olmo_hybrid", {}, "layers of type linear_attention"),
         ("xglm", {}, "do not keep the documents of a micro-batch apart"),
         ("gpt_neox_japanese", {}, "do not keep the documents of a micro-batch apart"),
         ("gemma3n_text", {}, "apart cannot be found out .*: choose another|not supported"),

@@ -44,6 +44,20 @@ def test_modules_that_the_hub_calls_otherwise() -> None:
     )
 
 
+def test_a_parameter_of_which_the_hub_has_several_is_divided_by_what_the_config_says() -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    config = AutoConfig.for_model(
+        "olmo_hybrid", num_hidden_layers=2, linear_key_head_dim=3, linear_value_head_dim=5, **sizes
+    )
+    names, layer = Names.of(config), "model.layers.0.linear_attn"
+    queries, keys, values = names.parts(f"{layer}.conv1d.weight", (22, 1, 4))
+    assert queries == Part(f"{layer}.q_conv1d.weight", (6, 1, 4), (0, 0, 0))
+    assert keys == Part(f"{layer}.k_conv1d.weight", (6, 1, 4), (6, 0, 0))
+    assert values == Part(f"{layer}.v_conv1d.weight", (10, 1, 4), (12, 0, 0))
+    with pytest.raises(ValueError, match=r"has 21 rows, for .*'\.v_conv1d.weight': 10"):
+        names.parts(f"{layer}.conv1d.weight", (21, 1, 4))
+
+
 def test_a_fused_parameter_that_cannot_be_divided_is_refused() -> None:
     with pytest.raises(ValueError, match="has 7 rows, for the 2 projections"):
         names_of("qwen3_moe").parts("mlp.experts.gate_up_proj", (2, 7, 5))

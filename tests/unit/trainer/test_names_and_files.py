@@ -153,6 +153,72 @@ def test_what_is_loaded_is_what_transformers_loads(tmp_path: Path, kind: str, op
         assert torch.equal(value, files[name]), name
 
 
+OLMO_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6,
+}
+
+
+def test_filters_that_files_have_apart_are_read_however_many_rows_each_has(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # Given 8 filters of queries, 8 of keys and 12 of values, which transformers saves as 10, 10 and 8
+    save("olmo_hybrid", tmp_path, **OLMO_HYBRID)
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    saved = load_file(tmp_path / "model.safetensors")
+    filters = [f"model.layers.0.linear_attn.{name}_conv1d.weight" for name in "qkv"]
+    assert [len(saved[name]) for name in filters] == [10, 10, 8]
+
+    # When it is read, and written by our names, and read again
+    for published in (False, True):
+        model = empty(tmp_path)
+        boxes = whole_boxes(model)
+        load_weights(boxes, model.names, tmp_path)
+
+        # Then all is what transformers reads of either
+        for name, parameter in model.huggingface.named_parameters():
+            assert torch.equal(parameter, expected[name]), (published, name)
+        written = {
+            tensor.name: box.read().contiguous() for box in boxes for tensor in model.names.hub(box.name, box.shape)
+        }
+        save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
+        again = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+        assert all(torch.equal(again[name], each) for name, each in expected.items())
+
+    # And it is written as such models are published
+    assert [len(written[name]) for name in filters] == [8, 8, 12]
+    norms = sorted(name.removeprefix("model.layers.") for name in written if "norm" in name and ".layers." in name)
+    assert norms == [
+        *("0.attention_layer_norm.weight", "0.feedforward_layer_norm.weight", "0.linear_attn.o_norm.weight"),
+        *("1.post_attention_layernorm.weight", "1.post_feedforward_layernorm.weight"),
+        *("1.self_attn.k_norm.weight", "1.self_attn.q_norm.weight"),
+    ]
+
+
+def test_filters_of_which_rows_lack_are_refused(tmp_path: Path) -> None:
+    save("olmo_hybrid", tmp_path, **OLMO_HYBRID)
+    files = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.linear_attn.v_conv1d.weight"
+    save_file({**files, name: files[name][:7].contiguous()}, tmp_path / "model.safetensors")
+    model = empty(tmp_path)
+    with pytest.raises(ModelError, match=r"'model.layers.0.linear_attn.q_conv1d.weight' has shape \(10, 1, 4\) in the"):
+        load_weights(whole_boxes(model), model.names, tmp_path)
+
+
+@pytest.mark.parametrize("rows", [(0, 9), (3, 5), (8, 12), (11, 12)])
+def test_a_process_reads_its_part_of_filters_that_others_rows_lie_among(tmp_path: Path, rows: tuple[int, int]) -> None:
+    save("olmo_hybrid", tmp_path, **OLMO_HYBRID)
+    model = empty(tmp_path)
+    whole = next(box for box in whole_boxes(model) if box.name.endswith(".v_conv1d.weight"))
+    load_weights([whole], model.names, tmp_path)
+    mine = part(whole, rows, (0, 1), (1, 4))
+    load_weights([mine], model.names, tmp_path)
+    assert torch.equal(mine.read(), whole.read()[rows[0] : rows[1], :, 1:4])
+
+
 def part(box: Box, *ranges: tuple[int, int]) -> Box:
     """The box of a process that holds less of the same tensor."""
     place = type(box.place)(tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))

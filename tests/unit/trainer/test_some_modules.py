@@ -53,6 +53,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen3", {}, ["mlp.down_proj", "self_attn"]),
     ("gpt_neox", {}, ["layers.1.attention", "final_layer_norm"]),
     ("qwen3_moe", {}, ["layers.1.mlp.experts"]),
+    ("olmo_hybrid", {"linear_value_head_dim": 16}, ["layers.0.linear_attn.conv1d"]),
 ]
 
 

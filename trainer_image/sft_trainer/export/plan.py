@@ -235,9 +235,10 @@ def _adapter_of_experts(adapter: StackedAdapter, canonical: Sequence[CanonicalPa
 
 
 def _as_module(canonical: Sequence[CanonicalPart]) -> tuple[Part, ...]:
-    """The rows of a parameter as the module has it, in fp32: each expert's of all projections that share it."""
+    """The rows of a parameter as the module has it, in fp32: those of the tensors that it is divided into, one behind
+    the other, or of stacked experts each one's of all projections."""
     wholes = [Rectangle.whole(part.shape) for part in canonical]
-    if len(canonical) > 1:
+    if len(canonical) > 1 and canonical[1].start[0] == 0:
         experts = range(canonical[0].shape[0])
         ordered = [
             (part, Rectangle((expert, *whole.offsets[1:]), (1, *whole.sizes[1:])))

@@ -13,7 +13,7 @@ import torch
 
 from sft_trainer.boxes import Box, Rectangle
 from sft_trainer.errors import ModelError
-from sft_trainer.names.canonical import Names
+from sft_trainer.names.canonical import Divided, Names
 from sft_trainer.versions import initialize, passed_over
 
 from . import fp8
@@ -228,7 +228,7 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
         with _readers() as reader_of:
             for name in held_names:
                 slices = {each: slices_of(reader_of(files[each]), each, files[each]) for each in stored[name]}
-                reader = _weight(name, slices)
+                reader = _weight(name, slices, names)
                 for box, index in needed[name]:
                     source = _Source(name, _upright(name, reader, box) if name in turned else reader, box, index)
                     _check_header(source)
@@ -236,22 +236,41 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
 
 
 def _stored_names(name: str, names: Names, files: Mapping[str, Path]) -> tuple[str, ...]:
-    """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, also with that of its scales, or
-    two others where it is packed."""
+    """Names of the tensors that ``files`` have of the hub tensor ``name``: its own, also with that of its scales or all
+    that a parameter is divided into, two others where it is packed, or another one where transformers saved it."""
+    if (divided := names.divided(name)) is not None:
+        return divided.tensors
     if name in files:
         return fp8.with_scales(name, files)
+    if (saved := names.as_saved(name)) in files:
+        return (saved,)
     packed = f"{name}{BLOCKS}", f"{name}{SCALES}"
     return packed if packed[0] in files and names.may_be_packed(name) else (name,)
 
 
-def _weight(name: str, slices: Mapping[str, Any]) -> Any:
+def _weight(name: str, slices: Mapping[str, Any], names: Names) -> Any:
     """The slice reader of the hub tensor ``name``, by those of the tensors that files have of it."""
+    if (divided := names.divided(name)) is not None:
+        return _divided(slices, name, divided)
     if len(slices) == 1:
-        return slices[name]
+        return next(iter(slices.values()))
     if name not in slices:
         return PackedSlices(name, *slices.values())
     (_, values), (name_of_scales, scales) = slices.items()
     return fp8.ScaledSlices(name, values, name_of_scales, scales)
+
+
+def _divided(slices: Mapping[str, Any], name: str, divided: Divided) -> Any:
+    """The slice reader of the hub tensor ``name``, one of several that have the rows of one parameter.
+
+    Files that transformers 5 saves have as many rows in each of them, however many are its own: then those are read
+    that lie where its own would.
+    """
+    tensors = [slices[each] for each in divided.tensors]
+    rows = [tensor.get_shape()[0] for tensor in tensors]
+    if slices[name].get_shape()[0] != divided.rows and sum(rows) == divided.total:
+        return _Joined(tensors, divided.start, divided.rows)
+    return slices[name]
 
 
 def _upright(name: str, stored: Any, box: Box) -> Any:
@@ -288,6 +307,31 @@ class _TurnedSlices:
         *experts, outputs, inputs = place
         values: torch.Tensor = self._stored[(*experts, inputs, outputs)]
         return values.mT
+
+
+class _Joined:
+    """A slice reader of so many rows of a parameter whose rows lie in several tensors, by slice readers of all."""
+
+    def __init__(self, tensors: Sequence[Any], start: int, rows: int) -> None:
+        self._tensors, self._start, self._rows = tensors, start, rows
+
+    def get_shape(self) -> list[int]:
+        _, *others = self._tensors[0].get_shape()
+        return [self._rows, *others]
+
+    def get_dtype(self) -> str:
+        dtype: str = self._tensors[0].get_dtype()
+        return dtype
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        rows, *others = place
+        first, last, found = self._start + rows.start, self._start + rows.stop, list[torch.Tensor]()
+        for tensor in self._tensors:
+            count = tensor.get_shape()[0]
+            if last > 0 and first < count:
+                found.append(tensor[(slice(max(first, 0), min(last, count)), *others)])
+            first, last = first - count, last - count
+        return torch.cat(found)
 
 
 def _check_header(source: _Source) -> None:

@@ -5,7 +5,9 @@ is part of a checkpoint. A change of what a name means is a new ``VERSION``.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from .places import Place
@@ -35,6 +37,19 @@ class HubTensor:
     """Whether its last two dimensions are those of the canonical tensor, turned; it is the whole of it then."""
 
 
+@dataclass(frozen=True)
+class Divided:
+    """Where a hub tensor lies among several whose rows are those of one parameter."""
+
+    tensors: tuple[str, ...]
+    """All of them, in order."""
+    start: int
+    """The first of its rows."""
+    rows: int
+    total: int
+    """Rows of all."""
+
+
 class Names:
     """Translates names of one architecture: ``Names.of(config)``."""
 
@@ -50,7 +65,8 @@ class Names:
 
         Where such a model is a part of another one ``place`` is what it is called in the files of that.
         """
-        rules = RULES.get(config.model_type, Rules())
+        given = RULES.get(config.model_type, Rules())
+        rules = given if isinstance(given, Rules) else given(config)
         return cls(replace(rules, experts={}) if place is not None and place.stacks_experts else rules, place)
 
     def parts(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
@@ -61,6 +77,9 @@ class Names:
         name = parameter
         for module, hub in self._rules.renamed:
             name = name.replace(module, hub)
+        for end, sizes in self._rules.divided.items():
+            if name.endswith(end):
+                return _rows_of(name.removesuffix(end), sizes, shape)
         module, _, leaf = name.rpartition(".")
         projections = self._rules.experts.get(leaf, ()) if module.endswith(".experts") else ()
         if not projections:
@@ -88,6 +107,22 @@ class Names:
         module, _, leaf = name.rpartition(".")
         return leaf in self._rules.packed and module.endswith(".experts")
 
+    def divided(self, name: str) -> Divided | None:
+        """Where the hub tensor ``name`` lies among those of one parameter; None where it is not one of several."""
+        for sizes in self._rules.divided.values():
+            for place, (end, rows) in enumerate(sizes.items()):
+                if name.endswith(end):
+                    whole, every = name.removesuffix(end), [*sizes.values()]
+                    tensors = tuple(f"{whole}{each}" for each in sizes)
+                    return Divided(tensors, sum(every[:place]), rows, sum(every))
+        return None
+
+    def as_saved(self, name: str) -> str:
+        """What files that transformers itself saved may call the hub tensor ``name``."""
+        for piece, other in self._rules.saved:
+            name = name.replace(piece, other)
+        return name
+
     def hub(self, name: str, shape: tuple[int, ...]) -> list[HubTensor]:
         """The tensors of hub files that the canonical tensor ``name``, of ``shape``, is made of."""
         found = self._stacked.fullmatch(name) if self._rules.experts else None
@@ -104,3 +139,15 @@ class Names:
 
     def _in_files(self, name: str) -> str:
         return name if self._place is None else self._place.outside(name)
+
+
+def _rows_of(module: str, sizes: Mapping[str, int], shape: tuple[int, ...]) -> list[Part]:
+    """The canonical tensors, called by these ends of ``module``, that so many rows each of a parameter are."""
+    rows, *others = shape
+    if rows != sum(sizes.values()):
+        raise ValueError(f"a parameter of {module} has {rows} rows, for {dict(sizes)}")
+    starts = accumulate(sizes.values(), initial=0)
+    return [
+        Part(f"{module}{end}", (size, *others), (start, *(0 for _ in others)))
+        for start, (end, size) in zip(starts, sizes.items(), strict=False)
+    ]

@@ -5,8 +5,9 @@ SmolLM, and Phi-3, whose hub files are fused themselves. What is here is checked
 writes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Rules:
     turned: tuple[str, ...] = ()
     """Parameters of a module ``experts``, (experts, outputs, inputs), that hub files have as (experts, inputs,
     outputs)."""
+    divided: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Parameters, by the ends of their names, whose rows hub files have in several tensors: the end of each one's
+    name, and how many rows it has, in order."""
+    saved: tuple[tuple[str, str], ...] = ()
+    """Pieces of a name on the hub, and what files that transformers itself saved have instead."""
 
 
 _GATED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -35,12 +41,32 @@ _STACKED = Rules(
 )
 """Experts that are stacked in hub files as well."""
 
+
+def _olmo_hybrid(config: Any) -> Rules:
+    """Layers of linear attention call their norms otherwise than those of attention; transformers saves both alike."""
+    linear = [place for place, kind in enumerate(config.layer_types) if kind == "linear_attention"]
+    keys, values = config.linear_num_key_heads * config.linear_key_head_dim, config.linear_num_value_heads
+    convolved = {"q_conv1d": keys, "k_conv1d": keys, "v_conv1d": values * config.linear_value_head_dim}
+    return Rules(
+        renamed=tuple(
+            (f"model.layers.{place}.{module}.", f"model.layers.{place}.{hub}.")
+            for place in linear
+            for module, hub in (
+                ("input_layernorm", "attention_layer_norm"),
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+            )
+        ),
+        divided={".conv1d.weight": {f".{name}.weight": rows for name, rows in convolved.items()}},
+        saved=((".post_attention_layernorm.", ".feedforward_layer_norm."),),
+    )
+
+
 _MIXTRAL = Rules(
     renamed=((".mlp.", ".block_sparse_moe."),),
     experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
 )
 
-RULES: Mapping[str, Rules] = {
+RULES: Mapping[str, Rules | Callable[[Any], Rules]] = {
     "afmoe": Rules(experts=_GATED),
     "cohere2_moe": Rules(experts=_GATED),
     "deepseek_v2": Rules(experts=_GATED),
@@ -91,6 +117,7 @@ RULES: Mapping[str, Rules] = {
     "nemotron_h": Rules(
         renamed=(("model.", "backbone."),), experts={"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
     ),
+    "olmo_hybrid": _olmo_hybrid,
     "olmoe": Rules(experts=_GATED),
     "qwen2_moe": Rules(experts=_GATED),
     "qwen3_5_moe_text": Rules(experts=_GATED),
@@ -99,3 +126,4 @@ RULES: Mapping[str, Rules] = {
     "qwen3_vl_moe_text": Rules(turned=("gate_up_proj", "down_proj")),
     "solar_open": Rules(experts=_GATED),
 }
+"""Of some types they follow from the config."""
