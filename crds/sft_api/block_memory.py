@@ -84,6 +84,12 @@ _ORDER: Mapping[str, tuple[str, ...]] = {
 """The parts of a block, forwards, by where its norms stand."""
 
 
+def _order(shape: ModelShape) -> tuple[str, ...]:
+    order = _ORDER[shape.family.norms]
+    # Experts come last, so backwards first: behind them is their own norm, and the one of the block.
+    return (*order[:-2], "norm", "norm", *order[-2:], "norm") if shape.has_norms_beside else order
+
+
 def block_memory(
     shape: ModelShape,
     spec: SFTJobSpec,
@@ -123,7 +129,7 @@ def block_memory(
     kept = most = 0.0
     if shape.input_width:
         parts["input"] = _input(shape, asked)
-    for name in (*_ORDER[shape.family.norms], *(("input", "norm") if shape.input_width else ())):
+    for name in (*_order(shape), *(("input", "norm") if shape.input_width else ())):
         kept += parts[name].kept
         most = max(most, kept + parts[name].working)
     working, how = most - kept, spec.training.activation_checkpointing
@@ -204,7 +210,7 @@ def _attention(shape: ModelShape, asked: _Asked) -> _Part:
     """Of attention: queries, keys, values, its output and a number for each token and head; norms of queries and
     keys."""
     queries, keys, computed, degree = shape.queries, shape.keys, asked.computed, asked.spec.sequence_parallel
-    normed = _normed(shape, asked)
+    normed = _normed(shape, asked) if shape.family.query_key_norms else 0
     if shape.reuses:
         keys = 0
     kept = float(computed * 2 * (queries + keys) + 4 * shape.heads)
@@ -304,6 +310,9 @@ def _mlp(shape: ModelShape, asked: _Asked) -> _Part:
         working = shape.chosen * (computed * (3 * width + (0 if family.ungated else 2) * inner))
         if family.weighed_in_fp32 and computed < 4:
             working += shape.chosen * 8 * width
+        if shape.has_norms_beside:
+            # The gradient of what the MLP gave waits for that of experts, as does that of what both read.
+            working += 2 * computed * width
     else:
         kept += computed * (products * inner + width * shape.dropped)
     working += asked.share(asked.unpacked)
@@ -331,6 +340,9 @@ def _mixture(shape: ModelShape, asked: _Asked) -> float:
     if family.routed_in_fp32 and not asked.frozen:
         # What the router reads, for the gradient of its weights.
         kept += 4 * width if computed < 4 else 0
+    if shape.has_norms_beside:
+        # The router norms, and scales, what experts and MLP have normed: in fp32 all three keep it once.
+        kept += (4 if computed < 4 else -4) * width + 2 * asked.normed * width
     if family.shared_gate:
         # What the expert for all tokens gives, and the number that it is weighed by.
         kept += computed * (width + 1)

@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-UNCOMPILED_EXPERTS = "has experts with biases, whose layers cannot be compiled"
-"""Of models whose family is ``biased``."""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -22,8 +19,8 @@ class Family:
     """A norm of queries and keys: over each head, or over all of them."""
     query_key_norm_field: str = ""
     """Where the config says whether there is one; empty where there always is."""
-    query_key_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Their names."""
+    query_key_norms: tuple[str, ...] = ("q_norm", "k_norm")
+    """Their names; none of those that have no weights."""
     norms: Literal["before", "after", "both", "around", "one"] = "before"
     """Where the norms of a block stand: before attention and MLP, after them, or both, by two sets of names; or one
     before all that there is."""
@@ -48,9 +45,9 @@ class Family:
     those to queries, keys and values apart too."""
     norms_of_delta: Literal["", "before"] = ""
     """Where norms stand in such blocks, if elsewhere than in the others."""
-    mixers: Literal["", "states", "states beside", "states alone", "convolutions"] = ""
+    mixers: Literal["", "states", "states beside", "states alone", "convolutions", "unrotated"] = ""
     """What some blocks have: a layer of Mamba 2 in place of attention, or beside it, or each block either of these or
-    an MLP; or a short convolution."""
+    an MLP; or a short convolution; or attention without positions, whose queries and keys have no norm."""
     states_fields: tuple[str, ...] = (
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_head", "mamba_d_state", "mamba_d_conv"),
     )
@@ -74,8 +71,9 @@ class Family:
     """Where the config does not say; hidden size / heads when None."""
     mixture: bool = False
     """Whether a block has experts in place of one MLP."""
-    dense: Literal["", "first", "listed", "between"] = ""
-    """How the config says that some blocks have one MLP all the same: the first ones, by lists, or by an interval."""
+    dense: Literal["", "first", "listed", "between", "others"] = ""
+    """How the config says that some blocks have one MLP all the same: the first ones, by lists, or by an interval; or
+    by a list or an interval of all others."""
     dense_size: str = "intermediate_size"
     """Where it says how wide that is."""
     first_dense: str = "first_k_dense_replace"
@@ -94,10 +92,14 @@ class Family:
     """Whether the outputs of experts are multiplied by what the router gives in fp32."""
     routed_in_fp32: bool = False
     """Whether a router computes its logits in fp32."""
+    beside: bool = False
+    """Whether experts, and the router, have norms of their own, beside those of the MLP that all tokens go to."""
     balanced: bool = True
     """Whether transformers knows a load-balancing loss of such experts."""
     biased: bool = False
     """Whether experts and routers have biases, and attention where the config does not say otherwise."""
+    uncompiled: str = ""
+    """Why its layers cannot be compiled, as what a model has; empty where they can."""
     turned: bool = False
     """Whether weights of experts are inputs by outputs."""
     sinks: bool = False
@@ -128,6 +130,7 @@ _ROUTED: dict[str, Any] = {
     "balanced": False,
 }
 """As DeepSeek's routers and experts are, which others took over."""
+_ROUTED_AS_COMPUTED: dict[str, Any] = {**_ROUTED, "weighed_in_fp32": False, "routed_in_fp32": False}
 _WIDE_SHARED: dict[str, Any] = {"shared": "shared_expert", "shared_field": "shared_expert_intermediate_size"}
 _COHERE = Family(
     norms="one", centred=True, norms_in_fp32=True, tied=True, scaled="logit_scale", unsaid=(("logit_scale", 0.0625),)
@@ -168,6 +171,8 @@ _GRANITE_MOE = Family(
     ),
 )
 _GATED_DELTA_NETS = Family(query_key_norm="head", norms_in_fp32=True, gated=True, delta="apart", head_size=256)
+
+_GEMMA_4 = Family(query_key_norm="head", norms="both", norms_in_fp32=True, handing=True, tied=True, head_size=256)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
@@ -257,10 +262,44 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl_text": _QWEN2,
     "qwen2_5_vl_text": _QWEN2,
     "gpt_oss": Family(
-        attention_bias=True, norms_in_fp32=True, head_size=64, mixture=True, biased=True, turned=True, sinks=True
+        attention_bias=True,
+        norms_in_fp32=True,
+        head_size=64,
+        mixture=True,
+        biased=True,
+        # In their backward pass the compiler may lay rows out as the grouped product does not take them.
+        uncompiled="has experts with biases, whose layers cannot be compiled",
+        turned=True,
+        sinks=True,
     ),
     "mixtral": Family(bias_field="", output_bias_field="", mixture=True, weighed_in_fp32=True),
     "olmoe": Family(query_key_norm="whole", mixture=True),
+    "llama4_text": Family(
+        query_key_norm="head",
+        query_key_norm_field="use_qk_norm",
+        query_key_norms=(),
+        head_size=128,
+        names=(("mlp.gate", "feed_forward.router"), ("mlp", "feed_forward")),
+        mixers="unrotated",
+        mixture=True,
+        dense="others",
+        dense_size="intermediate_size_mlp",
+        shared="shared_expert",
+        shared_field="intermediate_size",
+        balanced=False,
+        uncompiled="has attention in chunks, whose layers cannot be compiled",
+        turned=True,
+        unsaid=(("use_qk_norm", 1),),
+    ),
+    "hunyuan_v1_moe": Family(
+        query_key_norm="head",
+        query_key_norms=("query_layernorm", "key_layernorm"),
+        names=(("mlp.gate", "mlp.gate.wg"),),
+        mixture=True,
+        shared="shared_mlp",
+        shared_field="intermediate_size",
+        balanced=False,
+    ),
     "minimax_m2": Family(
         bias_field="",
         output_bias_field="",
@@ -328,6 +367,7 @@ FAMILIES: Mapping[str, Family] = {
     "dots1": Family(query_key_norm="head", unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
     "deepseek_v2": Family(latent=True, unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
     "deepseek_v3": Family(latent=True, unsaid=(("first_k_dense_replace", 3),), **_ROUTED),
+    "mistral4": Family(latent=True, unsaid=(("first_k_dense_replace", 0),), **_ROUTED_AS_COMPUTED),
     "glm4_moe_lite": Family(latent=True, unsaid=(("first_k_dense_replace", 1),), **_ROUTED),
     "exaone_moe": Family(
         bias_field="",
@@ -355,9 +395,18 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
     "gemma": Family(norms_in_fp32=True, tied=True, head_size=256),
-    **dict.fromkeys(
-        ("gemma4_text", "gemma4_unified_text"),
-        Family(query_key_norm="head", norms="both", norms_in_fp32=True, handing=True, tied=True, head_size=256),
+    "gemma4_unified_text": _GEMMA_4,
+    "gemma4_text": replace(
+        _GEMMA_4,
+        names=(("mlp.gate", "router.proj"), ("mlp.experts", "experts"), ("mlp.shared", "mlp")),
+        mixture=True,
+        beside=True,
+        expert_size="moe_intermediate_size",
+        without_experts="intermediate_size",
+        shared="shared",
+        shared_field="intermediate_size",
+        balanced=False,
+        weighed_in_fp32=True,
     ),
     "gemma3_text": Family(
         query_key_norm="head",

@@ -1,7 +1,7 @@
 """What a model's config.json says of its blocks, as a ``ModelShape``; or why no formula counts it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ LARGEST_SIZE = 2**31 - 1
 """Of what a config counts: of larger ones memory is no number that says anything."""
 _MOST_LAYERS = 1024
 """Of a model, and of what a config lists of them: each is counted by itself, again and again, and none has more."""
-_CHOSEN = ("num_experts_per_tok", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Fields of a config of which one says how many experts there are: transformers writes one for another."""
+"""Fields of a config of which one says how many experts there are: transformers writes one for another. Some types
+say it of each block."""
 _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers"),
     "vocab_size",
@@ -29,6 +30,9 @@ _OF_DELTA = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     "linear_conv_kernel_dim",
 )
+_SPARSE_BLOCKS, _EVERY = "moe_layers", "interleave_moe_layer_step"
+_ROTATED, _UNROTATED, _UNROTATED_EVERY = "no_rope_layers", "unrotated", "no_rope_layer_interval"
+"""Of Llama 4: the first lists, whatever its name says, 1 for each block with rotary positions."""
 _INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 _LINEAR, _FULL, _CONVOLUTION, _DENSE, _SPARSE = "linear_attention", "full_attention", "conv", "mlp", "moe"
 _WORDS: Mapping[str, Mapping[str, str]] = {
@@ -45,6 +49,8 @@ _LISTS = ("layer_types", "layers_block_type")
 _ATTENDING = ("attn_layer_indices", "full_attn_idxs")
 """Fields that say which blocks have attention."""
 _SHARING = "num_kv_shared_layers"
+_BESIDE = "enable_moe_block"
+"""Of Gemma 4: whether it has experts, whose number it may say in any case."""
 _CONVOLVED = "conv_L_cache"
 _ADJUSTED, _FACTOR, _MULTIPLE = "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"
 _NARROWED = "block_ff_dim"
@@ -120,7 +126,11 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     if not family.without_experts:
         return family
     listed = _listed_mixers(config, family) if family.mixers == "states alone" else None
-    if any(config.get(name) for name in _EXPERTS) if listed is None else _SPARSE in listed:
+    if family.beside:
+        has_experts = bool(config.get(_BESIDE))
+    else:
+        has_experts = any(config.get(name) for name in _EXPERTS) if listed is None else _SPARSE in listed
+    if has_experts:
         return family
     return replace(family, mixture=False, expert_size=family.without_experts)
 
@@ -136,12 +146,17 @@ def _of_kinds(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
     sparse = _sparse_blocks(config, shape) if family.mixture else [False] * shape.layers
     pairs = [*zip(mixers, sparse, strict=True)]
     kinds = {pair: _kind(shape, config, *pair) for pair in dict.fromkeys(pairs)}
-    if len(kinds) == 1:
+    if len({*kinds.values()}) == 1:
         return next(iter(kinds.values()))
-    numbers = {pair: number for number, pair in enumerate(kinds)}
     if not any(sparse):
         shape = replace(next(iter(kinds.values())), attends=True, delta=None, states=None, convolved=0)
-    return replace(shape, kinds=tuple(kinds.values()), order=tuple(numbers[pair] for pair in pairs))
+    return _ordered(shape, [kinds[pair] for pair in pairs])
+
+
+def _ordered(shape: ModelShape, blocks: Sequence[ModelShape]) -> ModelShape:
+    """``shape`` with these ``blocks``, of which some are alike."""
+    distinct = tuple(dict.fromkeys(blocks))
+    return replace(shape, kinds=distinct, order=tuple(map(distinct.index, blocks)))
 
 
 def _handing(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
@@ -170,11 +185,11 @@ def _handing(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
         if block >= own:
             wide = 2 if config.get("use_double_wide_mlp") else 1
             made = replace(made, reuses=True, intermediate_size=wide * shape.intermediate_size)
-        elif shared and kind not in kinds[block + 1 : own]:
+        elif kind not in kinds[block + 1 : own]:
+            # Also where none takes them.
             made = replace(made, hands_on=True)
         blocks.append(made)
-    distinct = tuple(dict.fromkeys(blocks))
-    return replace(shape, kinds=distinct, order=tuple(map(distinct.index, blocks)))
+    return _ordered(shape, blocks)
 
 
 def _words_of_gemma(config: Mapping[str, Any], layers: int) -> list[str]:
@@ -200,6 +215,8 @@ def _kind(shape: ModelShape, config: Mapping[str, Any], mixer: str, is_sparse: b
         shape = replace(shape, experts=0, chosen=0, shared=0, intermediate_size=width)
     if mixer == _FULL:
         return shape
+    if mixer == _UNROTATED:
+        return replace(shape, family=replace(family, query_key_norm=""))
     if mixer == _CONVOLUTION:
         return replace(shape, attends=False, convolved=_known(config, _CONVOLVED))
     if family.delta:
@@ -215,6 +232,10 @@ def _kind(shape: ModelShape, config: Mapping[str, Any], mixer: str, is_sparse: b
 
 def _mixers(config: Mapping[str, Any], shape: ModelShape) -> Sequence[str]:
     """What each block has for attention, beside it, or in place of all else."""
+    if shape.family.mixers == "unrotated":
+        every, blocks = config.get(_UNROTATED_EVERY) or 4, range(1, shape.layers + 1)
+        rotated = config.get(_ROTATED) or [block % every for block in blocks]
+        return [_FULL if each else _UNROTATED for each in rotated]
     if (listed := _listed_mixers(config, shape.family)) is not None:
         return listed
     if shape.family.mixers:
@@ -258,6 +279,9 @@ def _sparse_blocks(config: Mapping[str, Any], shape: ModelShape) -> list[bool]:
             first, last, every = (config.get(name, usual) for name, usual in zip(_INTERVAL, (1, -1, 1), strict=True))
             last = shape.layers - 1 if last == -1 else last
             return [(block + 1) % every == 0 and first <= block <= last for block in blocks]
+        case "others":
+            chosen, every = config.get(_SPARSE_BLOCKS), config.get(_EVERY, 1)
+            return [(block + 1) % every == 0 if chosen is None else block in chosen for block in blocks]
     return [True] * shape.layers
 
 
@@ -265,7 +289,7 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
     """The fields of ``config`` that should say which blocks are of which kind, and do not."""
     layers = _known(config, "num_hidden_layers")
 
-    def listed(name: str, words: tuple[str, ...]) -> bool:
+    def listed(name: str, words: tuple[str | int, ...]) -> bool:
         given = config.get(name)
         is_list = isinstance(given, list | tuple) and len(given) == layers
         return given is None or (is_list and all(each in words for each in given))
@@ -279,13 +303,15 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
         return given is None or (isinstance(given, list | tuple) and len(given) <= _MOST_LAYERS)
 
     known: dict[str, bool] = {}
-    if family.mixers != "states beside" and (family.delta or family.mixers):
+    if family.mixers == "unrotated":
+        known[_ROTATED] = not config.get(_ROTATED) or listed(_ROTATED, (0, 1))
+        known[_UNROTATED_EVERY] = number(_UNROTATED_EVERY, 1)
+    elif family.mixers != "states beside" and (family.delta or family.mixers):
         known |= {name: listed(name, tuple(_WORDS[family.mixers])) for name in _LISTS}
     if family.handing:
         known["layer_types"] = listed("layer_types", (_FULL, "sliding_attention"))
         shared = config.get(_SHARING)
         known[_SHARING] = shared is None or (number(_SHARING, 0) and shared < layers)
-        known["enable_moe_block"] = not config.get("enable_moe_block")
     if family.delta:
         known["full_attention_interval"] = number("full_attention_interval", 1)
     if family.mixers:
@@ -309,6 +335,8 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
     if family.dense == "listed":
         known["mlp_only_layers"] = blocks("mlp_only_layers")
         known["decoder_sparse_step"] = number("decoder_sparse_step", 1)
+    if family.dense == "others":
+        known |= {_SPARSE_BLOCKS: blocks(_SPARSE_BLOCKS), _EVERY: number(_EVERY, 1)}
     if family.dense == "between":
         known |= {name: number(name, least) for name, least in zip(_INTERVAL, (0, -1, 1), strict=True)}
     return [name for name, is_known in known.items() if not is_known]
@@ -329,6 +357,8 @@ def uncounted(config: Mapping[str, Any]) -> str:
             return f"whose {'MLPs' if name in _BIASED[:2] else 'layers'} have biases ({name}), as those of no formula"
     if family.latent and config.get("attention_bias"):
         return "whose latent attention has biases (attention_bias), as that of no formula"
+    if family.mixture and (uneven := _listed_counts(config)):
+        return _differing(config, uneven)
     lacking = [name for name in _sizes_of(family) if name not in _OPTIONAL and _size(config, name) is None]
     if family.mixture:
         lacking += [names[0] for names in (_EXPERTS, _CHOSEN) if _any_size(config, names) is None]
@@ -341,10 +371,18 @@ def uncounted(config: Mapping[str, Any]) -> str:
         return states_problem
     if family.delta and (values := _known(config, _OF_DELTA[1])) % (keys := _known(config, _OF_DELTA[0])):
         return f"with {values} heads of values ({_OF_DELTA[1]}), which cannot be shared out to {keys} of keys"
-    if unclear := _unclear_blocks(config, family):
-        fields = (f"{name}: {str(config.get(name))[:_SHOWN]}" for name in unclear)
-        return f"whose blocks differ in a way that no formula counts ({', '.join(fields)})"
-    return ""
+    unclear = _unclear_blocks(config, family)
+    return _differing(config, unclear) if unclear else ""
+
+
+def _differing(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    fields = (f"{name}: {str(config.get(name))[:_SHOWN]}" for name in names)
+    return f"whose blocks differ in a way that no formula counts ({', '.join(fields)})"
+
+
+def _listed_counts(config: Mapping[str, Any]) -> list[str]:
+    """Those fields that should say how many experts there are, or are chosen, and say it of each block."""
+    return [name for name in (*_EXPERTS, *_CHOSEN) if isinstance(config.get(name), list)]
 
 
 def _states_problem(config: Mapping[str, Any], family: Family) -> str:
@@ -361,7 +399,8 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if str(config.get("model_type")) not in FAMILIES:
         return {}
     family = _family_of(config)
-    names = (*_sizes_of(family), *((*_EXPERTS, *_CHOSEN) if family.mixture else ()))
+    counts = {*_EXPERTS, *_CHOSEN} - {*_listed_counts(config)} if family.mixture else set[str]()
+    names = (*_sizes_of(family), *sorted(counts))
     wrong = {name: config[name] for name in names if config.get(name) is not None and _size(config, name) is None}
     experts, chosen = _any_size(config, _EXPERTS), _any_size(config, _CHOSEN)
     if family.mixture and experts and chosen and chosen > experts:
@@ -383,6 +422,9 @@ def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return config
+    for name in _listed_counts(config):
+        if len({*map(repr, given := config[name])}) == 1:
+            config = {**config, name: given[0]}
     if _NARROWED in config:
         config = {**config, "intermediate_size": config[_NARROWED]}
     if family.mixers == "states alone" and config.get("num_hidden_layers") is None:

@@ -30,6 +30,8 @@ _NORMS = {
     "one": ("input_layernorm",),
 }
 """Names of those of a block that are as wide as the model."""
+_NORMS_BESIDE = ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
+"""Of those besides where experts have some of their own."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +336,16 @@ class ModelShape:
     @property
     def norms(self) -> int:
         """Norms of the width of the model in a block."""
-        return len(_NORMS[self.family.norms])
+        return len(self._norms)
+
+    @property
+    def has_norms_beside(self) -> bool:
+        """Whether experts of a block, and their router, have norms of their own."""
+        return self.family.beside and self.experts > 0
+
+    @property
+    def _norms(self) -> tuple[str, ...]:
+        return _NORMS[self.family.norms] + (_NORMS_BESIDE if self.has_norms_beside else ())
 
     @property
     def modules(self) -> dict[str, int]:
@@ -363,7 +374,7 @@ class ModelShape:
         if self.latent:
             narrow = {"q_a_layernorm": self.latent.queries, "kv_a_layernorm": self.latent.keys}
             found |= {f"self_attn.{name}": size for name, size in narrow.items() if size}
-        if self.normed:
+        if self.normed and self.family.query_key_norms:
             over_heads = self.family.query_key_norm == "head"
             for name, whole in zip(self.family.query_key_norms, (self.queries, self.keys), strict=True):
                 found[f"self_attn.{name}"] = self.head_size if over_heads else whole
@@ -371,7 +382,10 @@ class ModelShape:
             del found[f"self_attn.{self.family.query_key_norms[1]}"]
         if self.input_width:
             found["post_per_layer_input_norm"] = self.hidden_size
-        found |= dict.fromkeys(_NORMS[self.family.norms], self.hidden_size)
+        found |= dict.fromkeys(self._norms, self.hidden_size)
+        if self.has_norms_beside:
+            # What is multiplied by before it, and after it.
+            found["router"] = self.hidden_size + self.experts
         if self.experts:
             found[self._router] = self.experts * (self.hidden_size + (1 if self.family.biased else 0))
             found["mlp.experts"] = self.experts * self._expert_parameters

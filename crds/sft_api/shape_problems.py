@@ -3,7 +3,6 @@
 import re
 
 from .adapters import AdapterError, adapted, hint_on_experts, hint_on_peft, no_such_module, within
-from .families import UNCOMPILED_EXPERTS
 from .layers import HEAD, all_linear, embeddings_of, names_of_modules, packed_of, some_parameters
 from .megatron import model_problem
 from .memory import NF4_BLOCK
@@ -38,8 +37,8 @@ def _experts_problem(spec: SFTJobSpec, shape: ModelShape) -> str:
             f"training.routerAuxLossCoefficient is {spec.training.router_aux_loss_coefficient:g}, but "
             f"{spec.model.uri} {why if shape.experts else 'sends no tokens to experts'}: leave the field out"
         )
-    if spec.training.compile and shape.family.biased:
-        return f"training.compile is true, but {spec.model.uri} {UNCOMPILED_EXPERTS}: leave the field out"
+    if spec.training.compile and shape.family.uncompiled:
+        return f"training.compile is true, but {spec.model.uri} {shape.family.uncompiled}: leave the field out"
     return ""
 
 

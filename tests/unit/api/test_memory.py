@@ -335,7 +335,12 @@ def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], spars
             {"block_auto_adjust_ff_dim": True, "block_multiple_of": 256, "block_ffn_dim_multiplier": "1"},
             "block_ffn_dim_multiplier: 1",
         ),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block: True"),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": None}, "lacks num_experts"),
+        ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [2, 2, 2, 1]}, "moe_topk: [2, 2, 2, 1]"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers: [1, 0]"),
+        ("llama4_text", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0"),
+        ("llama4_text", {"moe_layers": 2}, "moe_layers: 2"),
+        ("llama4_text", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step: 0"),
         ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: 4"),
     ],
 )
@@ -348,7 +353,7 @@ def test_what_says_its_blocks_in_no_known_way_has_no_shape(model: str, change: d
     delta |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     states = dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_num_heads", "mamba_head_dim"), 4)
     states |= {"n_groups": 2, "ssm_state_size": 4, "hybrid_override_pattern": "ME*-", "shared_intermediate_size": 32}
-    shared["moe_shared_expert_intermediate_size"] = 32
+    shared |= {"moe_shared_expert_intermediate_size": 32, "intermediate_size_mlp": 64}
     config = {"model_type": model, **sizes, **experts, **shared, **latent, **delta, **states}
     assert shape_of(config) is not None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_api.families import UNCOMPILED_EXPERTS
+from sft_api.families import FAMILIES
 from sft_api.v1alpha1.model_config import ATTENTION_DROPOUTS
 from sft_trainer.errors import DISK_DENIED, DISK_FULL
 from sft_trainer.loss import CROSS_ENTROPY, Objective, Slopes, slopes
@@ -27,9 +27,7 @@ from sft_trainer.versions import (
     mark_dynamic,
 )
 
-from . import llama4
 from .documents_told import KEEPING
-from .experts import has_biased_experts
 
 BACKEND = "inductor"
 _OF_DEVICES = ("OutOfMemoryError", "AcceleratorError")
@@ -111,11 +109,9 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
 
     What is compiled is kept below ``cache``, where the environment does not name another place.
     """
-    # In their backward pass inductor may lay rows out as the grouped product does not take them.
-    if has_biased_experts(model.config):
-        return f"a model of type {model.config.model_type!r} {UNCOMPILED_EXPERTS}"
-    if model.config.model_type == llama4.KIND:
-        return f"a model of type {llama4.KIND!r} has attention in chunks, whose layers cannot be compiled"
+    family = FAMILIES.get(model.config.model_type)
+    if family is not None and family.uncompiled:
+        return f"a model of type {model.config.model_type!r} {family.uncompiled}"
     if model.config.model_type in KEEPING:
         return (
             f"a model of type {model.config.model_type!r} has layers that tell their attention nothing of documents, "
