@@ -185,6 +185,10 @@ _DEEPSEEK_V3 = {
     "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3,
 }
+_LLAMA_4 = {"num_experts_per_tok": 1, "intermediate_size_mlp": 16384}
+_GEMMA_4 = {"global_head_dim": 512, "final_logit_softcapping": 30.0}
+_LARGE_GEMMA_4 = {**_GEMMA_4, "attention_k_eq_v": True}
+_SMALL_GEMMA_4 = {**_GEMMA_4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _IN_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
     (
@@ -244,6 +248,30 @@ _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
         "Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.5-35B-A3B-Base Qwen/Qwen3.6-35B-A3B",
     ),
     (
+        {
+            **_DELTA,
+            "linear_num_value_heads": 64,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+        },
+        ("qwen3_5_moe_text", 3072, 48, 32, 2, 256, None, 248320, False),
+        "Qwen/Qwen3.5-122B-A10B",
+    ),
+    (
+        {
+            **_DELTA,
+            "linear_num_value_heads": 64,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+        },
+        ("qwen3_5_moe_text", 4096, 60, 32, 2, 256, None, 248320, False),
+        "Qwen/Qwen3.5-397B-A17B",
+    ),
+    (
         {**_DELTA, **_SHARED, "num_experts": 512, "num_experts_per_tok": 10},
         ("qwen3_next", 2048, 48, 16, 2, 256, 5120, 151936, False),
         "Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Next-80B-A3B-Thinking Qwen/Qwen3-Coder-Next",
@@ -269,6 +297,84 @@ _FURTHER: tuple[tuple[dict[str, Any], tuple[Any, ...], str], ...] = (
         ("deepseek_v3", 7168, 61, 128, 128, None, 18432, 129280, False),
         "deepseek-ai/DeepSeek-V3 deepseek-ai/DeepSeek-V3-Base deepseek-ai/DeepSeek-V3-0324 deepseek-ai/DeepSeek-V3.1 "
         "deepseek-ai/DeepSeek-V3.1-Base deepseek-ai/DeepSeek-R1 deepseek-ai/DeepSeek-R1-0528",
+    ),
+    (
+        {
+            "q_lora_rank": 768,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+        },
+        ("glm4_moe_lite", 2048, 47, 20, 20, None, 10240, 154880, False),
+        "zai-org/GLM-4.7-Flash",
+    ),
+    (
+        {
+            "q_lora_rank": 1024,
+            "kv_lora_rank": 256,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+        },
+        ("mistral4", 4096, 36, 32, 32, None, 12288, 131072, False),
+        "mistralai/Mistral-Small-4-119B-2603",
+    ),
+    (
+        {**_LLAMA_4, "num_local_experts": 16},
+        ("llama4_text", 5120, 48, 40, 8, 128, 8192, 202048, False),
+        "meta-llama/Llama-4-Scout-17B-16E meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    ),
+    (
+        {**_LLAMA_4, "num_local_experts": 128, "interleave_moe_layer_step": 2, "use_qk_norm": False},
+        ("llama4_text", 5120, 48, 40, 8, 128, 8192, 202048, False),
+        "meta-llama/Llama-4-Maverick-17B-128E meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    ),
+    (
+        {
+            **_SMALL_GEMMA_4,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "layer_types": ["full_attention" if block % 5 == 4 else "sliding_attention" for block in range(35)],
+        },
+        ("gemma4_text", 1536, 35, 8, 1, 256, 6144, 262144, True),
+        "google/gemma-4-E2B google/gemma-4-E2B-it",
+    ),
+    (
+        {**_SMALL_GEMMA_4, "num_kv_shared_layers": 18},
+        ("gemma4_text", 2560, 42, 8, 2, 256, 10240, 262144, True),
+        "google/gemma-4-E4B google/gemma-4-E4B-it",
+    ),
+    (
+        {**_LARGE_GEMMA_4, "num_global_key_value_heads": 1},
+        ("gemma4_unified_text", 3840, 48, 16, 8, 256, 15360, 262144, True),
+        "google/gemma-4-12B google/gemma-4-12B-it",
+    ),
+    (
+        {
+            **_LARGE_GEMMA_4,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+        ("gemma4_text", 2816, 30, 16, 8, 256, 2112, 262144, True),
+        "google/gemma-4-26B-A4B google/gemma-4-26B-A4B-it",
+    ),
+    (
+        {**_LARGE_GEMMA_4, "num_global_key_value_heads": 4},
+        ("gemma4_text", 5376, 60, 32, 16, 256, 21504, 262144, True),
+        "google/gemma-4-31B google/gemma-4-31B-it",
     ),
     (_SMALL_LFM2, ("lfm2", 1024, 16, 16, 8, None, 6656, 65536, True), "LiquidAI/LFM2-350M"),
     (_SMALL_LFM2, ("lfm2", 1536, 16, 24, 8, None, 10240, 65536, True), "LiquidAI/LFM2-700M"),
@@ -351,6 +457,13 @@ _OF_SEVERAL_PARTS = {
     *(f"Qwen/Qwen3-VL-{size}-{kind}" for size in ("30B-A3B", "235B-A22B") for kind in ("Instruct", "Thinking")),
     *(f"Qwen/Qwen3.5-{size}{kind}" for size in ("0.8B", "2B", "4B", "9B", "35B-A3B") for kind in ("", "-Base")),
     *("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "Qwen/Qwen3.6-35B-A3B"),
+    *("Qwen/Qwen3.5-122B-A10B", "Qwen/Qwen3.5-397B-A17B", "mistralai/Mistral-Small-4-119B-2603"),
+    *(
+        f"meta-llama/Llama-4-{size}{kind}"
+        for size in ("Scout-17B-16E", "Maverick-17B-128E")
+        for kind in ("", "-Instruct")
+    ),
+    *(f"google/gemma-4-{size}{kind}" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B") for kind in ("", "-it")),
 }
 """Those of which a row is the text part."""
 _POSITIONS = {
@@ -375,13 +488,18 @@ _POSITIONS = {
     "meta-llama/Llama-3.2-1B-Instruct meta-llama/Llama-3.2-3B meta-llama/Llama-3.2-3B-Instruct "
     "meta-llama/Llama-3.3-70B-Instruct openai/gpt-oss-20b openai/gpt-oss-120b "
     "google/gemma-3-4b-pt google/gemma-3-4b-it google/gemma-3-12b-pt google/gemma-3-12b-it google/gemma-3-27b-pt "
-    "google/gemma-3-27b-it zai-org/GLM-4.5-Air",
+    "google/gemma-3-27b-it zai-org/GLM-4.5-Air google/gemma-4-E2B google/gemma-4-E2B-it google/gemma-4-E4B "
+    "google/gemma-4-E4B-it",
+    202752: "zai-org/GLM-4.7-Flash",
     262144: "Qwen/Qwen3-4B-Instruct-2507 Qwen/Qwen3-4B-Thinking-2507 Qwen/Qwen3-30B-A3B-Instruct-2507 "
     "Qwen/Qwen3-30B-A3B-Thinking-2507 Qwen/Qwen3-Coder-30B-A3B-Instruct Qwen/Qwen3-VL-2B-Instruct "
     "Qwen/Qwen3-VL-4B-Instruct Qwen/Qwen3-VL-8B-Instruct Qwen/Qwen3-Next-80B-A3B-Instruct Qwen/Qwen3-Coder-Next "
     "Qwen/Qwen3.5-9B Qwen/Qwen3.5-27B Qwen/Qwen3.5-35B-A3B Qwen/Qwen3.6-27B Qwen/Qwen3.6-35B-A3B "
     "Qwen/Qwen3-VL-30B-A3B-Instruct Qwen/Qwen3-VL-30B-A3B-Thinking Qwen/Qwen3-VL-235B-A22B-Instruct "
-    "Qwen/Qwen3-VL-235B-A22B-Thinking",
+    "Qwen/Qwen3-VL-235B-A22B-Thinking Qwen/Qwen3.5-122B-A10B Qwen/Qwen3.5-397B-A17B google/gemma-4-12B "
+    "google/gemma-4-12B-it google/gemma-4-26B-A4B google/gemma-4-26B-A4B-it google/gemma-4-31B google/gemma-4-31B-it",
+    1048576: "meta-llama/Llama-4-Maverick-17B-128E-Instruct mistralai/Mistral-Small-4-119B-2603",
+    10485760: "meta-llama/Llama-4-Scout-17B-16E-Instruct",
 }
 """max_position_embeddings, which models of one shape differ in; of others it is not known here."""
 

@@ -27,6 +27,10 @@ from tests.unit.cli.jobs import job
 
 _VISION_OF_GEMMA = 416_866_032
 """Parameters of SigLIP So400m with 4,096 patches, by its published sizes."""
+_VISION_OF_LLAMA_4 = 871_932_416
+"""With its projector, as transformers counts them."""
+_VISION_OF_GEMMA_4, _BESIDE_GEMMA_4 = 569_550_384, 167_364_608 + 304_824_608
+"""As transformers counts them, of the small ones without limits of layers; projectors are left out one by one."""
 PUBLISHED = {
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
@@ -83,11 +87,25 @@ PUBLISHED = {
     "Qwen/Qwen3.5-9B": 9_653_104_368 - 456_010_480 - 243_290_624,
     "Qwen/Qwen3.5-27B": 27_356_728_560 - 460_730_096,
     "Qwen/Qwen3.5-35B-A3B": 35_951_822_704 - 446_571_248 - 844_640_768,
+    "Qwen/Qwen3.5-122B-A10B": 125_086_497_008 - 451_290_864 - 2_523_679_232,
+    "Qwen/Qwen3.5-397B-A17B": 403_397_928_944 - 456_010_480 - 6_595_568_128,
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 81_324_862_720 - 1_650_471_424,
     # With a layer for one more token, that has an embedding and a head of its own, and corrections of routers
     "zai-org/GLM-4.5-Air": 110_468_824_832 - 3_616_573_440 - 46 * 128,
+    "zai-org/GLM-4.7-Flash": 31_221_488_576 - 1_278_094_592 - 47 * 64,
     "zai-org/GLM-4.7": 358_337_791_296 - 5_539_962_112 - 90 * 160,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200 - 58 * 256,
+    # Without the scales of each product in FP8, two of experts and of eight other layers
+    "mistralai/Mistral-Small-4-119B-2603": 119_401_317_952 - 428_472_320 - 36 * 2 * (2 * 128 + 8),
+    "meta-llama/Llama-4-Scout-17B-16E": 108_641_793_536 - _VISION_OF_LLAMA_4,
+    "meta-llama/Llama-4-Maverick-17B-128E": 401_583_781_376 - _VISION_OF_LLAMA_4,
+    # And without the number of each layer, and keys and values that no layer reads: of 20, and of 18, four and three of
+    # them with heads of 512
+    "google/gemma-4-E2B": 5_123_178_051 - _BESIDE_GEMMA_4 - 1536 * (768 + 1536) - 35 - 16 * 786_688 - 4 * 1_573_376,
+    "google/gemma-4-E4B": 7_996_156_490 - _BESIDE_GEMMA_4 - 2560 * (768 + 1536) - 42 - 15 * 2_621_696 - 3 * 5_243_392,
+    "google/gemma-4-12B": 11_959_730_224 - 49_922_304 - 640 * 3840 - 48,
+    "google/gemma-4-26B-A4B": 25_805_936_206 - _VISION_OF_GEMMA_4 - 1152 * 2816 - 30,
+    "google/gemma-4-31B": 31_273_088_876 - _VISION_OF_GEMMA_4 - 1152 * 5376 - 60,
     "ByteDance-Seed/Seed-OSS-36B-Instruct": 36_151_104_512,
     "LiquidAI/LFM2-350M": 354_483_968,
     "LiquidAI/LFM2-700M": 742_489_344,
