@@ -93,7 +93,7 @@ def _named_weights(shape: ModelShape, names: frozenset[str]) -> tuple[Sequence[i
 def _of_blocks(shape: ModelShape, made: Callable[[ModelShape], Each]) -> list[Each]:
     """What is ``made`` of each block: once of those that are alike."""
     found = [made(kind) for kind in shape.distinct]
-    return [found[number] for number in shape.order] if shape.kinds else found * shape.layers
+    return [found[number] for number in shape.kind_of_each]
 
 
 def _outside(shape: ModelShape) -> dict[str, int]:
@@ -118,7 +118,7 @@ def names_of_modules(shape: ModelShape) -> frozenset[str]:
 def some_parameters(shape: ModelShape) -> list[str]:
     """Names of parameters, one of each module with weights of its own, of one block of each kind only."""
     first, *others = (name for name, number in _outside(shape).items() if number)
-    blocks = [shape.order.index(number) if shape.kinds else 0 for number in range(len(shape.distinct))]
+    blocks = map(shape.kind_of_each.index, range(len(shape.distinct)))
     kinds = zip(blocks, shape.distinct, strict=True)
     inside = (f"{_BLOCKS}{block}.{name}" for block, kind in kinds for name in kind.modules)
     return [f"{name}.weight" for name in (first, *inside, *others)]
@@ -195,8 +195,7 @@ def _layers_of(
         return [{name: sizes[name] for name in names} for names in chosen]
 
     kinds = [of_kind(kind) for kind in shape.distinct]
-    numbers = shape.order if shape.kinds else (0,) * shape.layers
-    return [kinds[number][block] for block, number in enumerate(numbers)]
+    return [kinds[number][block] for block, number in enumerate(shape.kind_of_each)]
 
 
 @lru_cache(maxsize=32)

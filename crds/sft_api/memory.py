@@ -169,11 +169,10 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bo
     adapted = adapted_of(shape, spec)
     weights, _ = trained_weights(shape, spec)
     first = next((i for i, block in enumerate(zip(adapted, weights, strict=True)) if any(block)), shape.layers)
-    kinds_of_blocks = shape.order or (0,) * shape.layers
     enough = [kind.block_parameters if least else 1 for kind in shape.distinct]
     blocks = [
         (kind, tuple(names), trained >= enough[kind])
-        for kind, names, trained in zip(kinds_of_blocks, adapted, weights, strict=True)
+        for kind, names, trained in zip(shape.kind_of_each, adapted, weights, strict=True)
     ]
     if trains_module(embeddings_of(shape), spec):
         first = 0

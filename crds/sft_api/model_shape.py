@@ -194,9 +194,14 @@ class ModelShape:
         return self.kinds or (self,)
 
     @property
+    def kind_of_each(self) -> Sequence[int]:
+        """Of each block which of ``distinct`` it is of."""
+        return self.order if self.kinds else (0,) * self.layers
+
+    @property
     def blocks(self) -> Sequence["ModelShape"]:
         """Of each block the one of ``distinct`` that it is of."""
-        return [self.kinds[number] for number in self.order] if self.kinds else [self] * self.layers
+        return [self.distinct[number] for number in self.kind_of_each]
 
     def named(self, name: str) -> str:
         """What the type calls the module of a block that most call ``name``, by which formulas know it."""
