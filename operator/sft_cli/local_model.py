@@ -15,6 +15,7 @@ from sft_api.peft_files import FILES, AdapterFilesError, PeftFiles
 from sft_api.quantised_files import refused_by_config
 from sft_api.sequence_parallel import layers_problem
 from sft_api.spec_uris import uris_of
+from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJobSpec
 from sft_api.v1alpha1.megatron import megatron_of
 from sft_api.v1alpha1.quantities import quantity_value
@@ -86,26 +87,35 @@ def _sizes_warning(uri: str) -> str:
     )
 
 
-def memory_warnings(spec: SFTJobSpec, fit: Fit, shape: ModelShape | None) -> list[str]:
-    """What to say of the memory of a run that may be tried: of its GPUs, and of the host as far as ``spec`` says it.
+def warnings_of(spec: SFTJobSpec, shape: ModelShape | None, fit: Fit) -> list[str]:
+    """What is valid and may surprise, as far as this machine can tell; ``shape`` is that of the model, if known."""
+    found = (
+        _absent_warning(spec),
+        _absent_data_warning(spec),
+        _adapters_warning(spec, shape),
+        *surprises(spec, shape),
+        _sizes_warning(spec.model.uri),
+        fit.warning,
+        _staging_warning(spec, shape),
+    )
+    return [text for text in found if text]
 
-    Also of a config whose sizes are none, by which no memory is reckoned.
-    """
+
+def _staging_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
+    """``staging_warning``, as far as ``spec`` says how much memory pods have."""
     resources = spec.compute.resources
     asked = resources.limits.get("memory", resources.requests.get("memory"))
-    size = None if asked is None else quantity_value(asked)
-    on_gpu = spec.compute.gpus_per_node > 0
-    staging = staging_warning(spec, shape, None if size is None or not on_gpu else int(size))
-    return [text for text in (_sizes_warning(spec.model.uri), fit.warning, staging) if text]
+    size = quantity_value(asked) if asked is not None and spec.compute.gpus_per_node else None
+    return staging_warning(spec, shape, None if size is None else int(size))
 
 
-def absent_warning(spec: SFTJobSpec) -> str:
+def _absent_warning(spec: SFTJobSpec) -> str:
     """What to say of a model in a folder that is not on this machine; it may be on the one for which ``spec`` is."""
     told = _told_absent(spec, "model.", "lora.")
     return told and f"{told}: right where the run has it, and what depends on the model is not looked at here"
 
 
-def absent_data_warning(spec: SFTJobSpec) -> str:
+def _absent_data_warning(spec: SFTJobSpec) -> str:
     """What to say of data in files that are not on this machine; they may be on the one for which ``spec`` is."""
     told = "" if spec.training.dummy_run else _told_absent(spec, "data.")
     hint = "; a pattern is no path: name the folder, all of which is read" if {*"*?"} & {*told} else ""
@@ -118,7 +128,7 @@ def _told_absent(spec: SFTJobSpec, *blocks: str) -> str:
     return "; ".join(f"{field}: there is no {path} on this machine" for field, path in paths.items())
 
 
-def adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
+def _adapters_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
     """What would have a run refused that begins with adapters, as far as these are on this machine; else empty."""
     lora = spec.lora
     if lora is None or lora.adapter_uri is None:

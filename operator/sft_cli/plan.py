@@ -3,22 +3,13 @@
 from sft_api.failures import ExitCode
 from sft_api.plan import Plan, make_plan
 from sft_api.small_data import small_data_warning
-from sft_api.surprises import surprises
 from sft_api.v1alpha1.job import SFTJob, SFTJobSpec
 
 from .console import document, result, say, warn
 from .data_size import measure
 from .decisions import show, with_overrides
 from .explain import explain
-from .local_model import (
-    absent_data_warning,
-    absent_warning,
-    adapters_warning,
-    fit_of,
-    memory_warnings,
-    model_shape,
-    why_uncounted,
-)
+from .local_model import fit_of, model_shape, warnings_of, why_uncounted
 from .trained import measure_trained, names_warning
 
 
@@ -56,8 +47,7 @@ def show_plan(job: SFTJob, output: str, alone: SFTJob | None = None) -> int:
         warn(names)
     if fit.refused:
         say(f"Error: {fit.refused}", fg="red")
-    absent = (absent_warning(job.spec), absent_data_warning(job.spec), adapters_warning(job.spec, shape))
-    for text in filter(None, (*absent, *surprises(job.spec, shape), *memory_warnings(job.spec, fit, shape))):
+    for text in warnings_of(job.spec, shape, fit):
         warn(text)
     if warning := warning_of(job.spec, plan):
         warn(warning)

@@ -7,19 +7,9 @@ from pathlib import Path
 from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
 from sft_api.plan import make_plan
-from sft_api.surprises import surprises
 
 from .console import document, result
-from .local_model import (
-    absent_data_warning,
-    absent_warning,
-    adapters_warning,
-    fit_of,
-    memory_warnings,
-    model_shape,
-    profile_warning,
-    upload_warning,
-)
+from .local_model import fit_of, model_shape, profile_warning, upload_warning, warnings_of
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
 from .trained import measure_trained, names_warning
@@ -48,13 +38,12 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
         fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)
         told = [
             *deletion_warnings(job.spec),
-            *filter(None, [absent_warning(job.spec), absent_data_warning(job.spec)]),
-            *filter(None, [names_warning(measure_trained(job.spec), fit.refused), adapters_warning(job.spec, shape)]),
-            *surprises(job.spec, shape),
-            *memory_warnings(job.spec, fit, shape),
-            *filter(None, [profile_warning(job.spec), upload_warning(job.spec)]),
+            names_warning(measure_trained(job.spec), fit.refused),
+            *warnings_of(job.spec, shape, fit),
+            profile_warning(job.spec),
+            upload_warning(job.spec),
         ]
-        warnings += [f"{job.metadata.name}: {text}" for text in told]
+        warnings += [f"{job.metadata.name}: {text}" for text in told if text]
         problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []
     return Verdict(tuple(problems), tuple(job.metadata.name for job in jobs), tuple(warnings))
 
