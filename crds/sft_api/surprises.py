@@ -5,6 +5,7 @@ over several nodes, stages that wait, what needs GPUs without any, an optimizer 
 """
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,8 +19,9 @@ from .splits import MANY_ROWS, parse_split
 from .v1alpha1.job import SFTJobSpec
 from .v1alpha1.megatron import megatron_of
 
-_Recorded = Literal["profile", "memorySnapshot"]
-_LOST: dict[_Recorded, str] = {"profile": "trace", "memorySnapshot": "snapshot"}
+Recorded = Literal["profile", "memorySnapshot"]
+RECORDS: Mapping[Recorded, str] = {"profile": "trace", "memorySnapshot": "snapshot"}
+"""What comes of each."""
 
 
 def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
@@ -39,10 +41,10 @@ def surprises(spec: SFTJobSpec, shape: ModelShape | None) -> list[str]:
         _held_out_warning(spec),
         "" if training.steps is None else schedule_warning(spec, training.steps),
     ]
-    windows: dict[_Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
+    windows: dict[Recorded, Any] = {"profile": monitoring.profile, "memorySnapshot": monitoring.memory_snapshot}
     for what, window in windows.items():
         if window is not None and training.dummy_run:
-            found.append(f"monitoring.{what} is left out of a dummy run: no {_LOST[what]}")
+            found.append(f"monitoring.{what} is left out of a dummy run: no {RECORDS[what]}")
         elif window is not None:
             found.append(window_warning(what, window.start_step, training.steps))
     return [text for text in found if text]
@@ -162,8 +164,8 @@ def schedule_warning(spec: SFTJobSpec, steps: int) -> str:
     return ""
 
 
-def window_warning(what: _Recorded, first: int, steps: int | None) -> str:
+def window_warning(what: Recorded, first: int, steps: int | None) -> str:
     """What to say where a run of ``steps`` ends before the step ``first``, from which on something is recorded."""
     if steps is None or first <= steps:
         return ""
-    return f"monitoring.{what}.startStep is {first}, and the run has {steps} steps: no {_LOST[what]}"
+    return f"monitoring.{what}.startStep is {first}, and the run has {steps} steps: no {RECORDS[what]}"

@@ -36,6 +36,7 @@ class Recorded:
 
     def end(self) -> None:
         self.records = False
+        self._do("end")
 
 
 def run(
@@ -91,7 +92,7 @@ def test_other_processes_keep_nothing_unless_memory_runs_out_there(tmp_path: Pat
     assert run(tmp_path / "four", Recorded(), writes=False, ends=5, error=out) == {}
 
 
-@pytest.mark.parametrize("broken", ["begin", "write"])
+@pytest.mark.parametrize("broken", ["begin", "write", "end"])
 def test_what_goes_wrong_is_a_warning(tmp_path: Path, broken: str) -> None:
     found = run(tmp_path, Recorded(broken))
     assert found == {"warning": f"no snapshot of monitoring.memorySnapshot was written: cannot {broken}"}
