@@ -89,7 +89,7 @@ def test_what_another_ray_says_of_its_job_is_nothing_to_the_jobs_own(
 
 
 def give(tmp_path: Path, local_rank: int, pid: int) -> None:
-    write_atomically(places.place_file(tmp_path, local_rank), places.Place(local_rank=local_rank, pid=pid))
+    write_atomically(places.place_file(tmp_path, local_rank), places.Place(pid=pid))
 
 
 def test_a_rank_may_start_when_ray_has_given_it_a_place(launcher: RayLauncher, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ PLACE_SECONDS_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 class Place(ReportModel):
     """A place that Ray has given to a local rank."""
 
-    local_rank: int
     pid: int
     """Of the Ray worker."""
 

@@ -24,7 +24,7 @@ def hold_place() -> None:
     counted = ray.train.get_context().get_local_rank()
     mine = local_rank(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), counted)
     run_dir = Path(os.environ["SFT_RUN_DIR"])
-    write_atomically(place_file(run_dir, mine), Place(local_rank=mine, pid=os.getpid()))
+    write_atomically(place_file(run_dir, mine), Place(pid=os.getpid()))
     ended = ended_file(run_dir, mine)
     while not ended.exists():
         time.sleep(_POLL_SECONDS)

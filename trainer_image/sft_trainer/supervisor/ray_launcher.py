@@ -123,9 +123,11 @@ class RayLauncher:
             self._driver = self._start(forked(DRIVER), environment, "driver")
 
     def granted(self) -> set[int]:
-        for file in self._folder.glob("place-*.json"):
-            place = places.Place.model_validate_json(file.read_bytes())
-            self._places.setdefault(place.local_rank, place.pid)
+        for local_rank in range(self._settings.processes):
+            if local_rank not in self._places:
+                with contextlib.suppress(FileNotFoundError):
+                    said = places.place_file(self._settings.run_dir, local_rank).read_bytes()
+                    self._places[local_rank] = places.Place.model_validate_json(said).pid
         return set(self._places)
 
     def rank_ended(self, local_rank: int) -> None:
