@@ -20,7 +20,7 @@ from sft_api.v1alpha1.status import CheckpointsStatus
 from .classify import classify
 from .data.random_examples import RandomExamples
 from .data.steps import plan_steps
-from .distributed import Ranks, sum_over_ranks
+from .distributed import Ranks, gathered
 from .due import SavesWhenDue, StopsWhenAsked
 from .errors import ConfigError, StopRequested
 from .events import Claimed, Control, Listener, Listeners, StepDone
@@ -100,12 +100,8 @@ class DummyRun(Trainer):
 
     def _export(self) -> None:
         """What comes of it at the end is what was measured."""
-        here = memory_here(self.device)
-        count = self.topology.world_size
-        # The largest of all processes: each has its own places among the figures.
-        places = [0.0] * (self.topology.rank * len(here)) + here
-        all_of_them = sum_over_ranks([*places, *[0.0] * (count * len(here) - len(places))], self.device)
-        most = [max(all_of_them[place :: len(here)]) for place in range(len(here))]
+        # The largest of all processes, each.
+        most = [max(figures) for figures in zip(*gathered(memory_here(self.device)), strict=True)]
         text = sentence(self._measured.steps, most, self.config.spec.data.max_length)
         self.reporter.update(dummy_run=text[:DUMMY_RUN_CHARACTERS])
         self.reporter.say("%s", text)

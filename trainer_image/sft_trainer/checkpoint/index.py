@@ -24,7 +24,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -209,17 +209,8 @@ class Index(WithTensors):
 
     def take(self, rows: Integers) -> "Index":
         """The same with these pieces only."""
-        return Index(
-            self.tensors,
-            self.files,
-            tensor=self.tensor[rows],
-            file=self.file[rows],
-            start=self.start[rows],
-            length=self.length[rows],
-            offsets=self.offsets[rows],
-            sizes=self.sizes[rows],
-            digests=self.digests[rows],
-        )
+        columns = ("tensor", "file", "start", "length", "offsets", "sizes", "digests")
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
     def place(self, row: int) -> Rectangle:
         """Of one piece, in its tensor."""

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any, TypeVar
 
@@ -274,17 +274,20 @@ class S3Store:
         return MultipartStream(self, check_key(key), part_size(size_hint))
 
     def list(self, prefix: str) -> list[StoredObject]:
-        def call(client: Any) -> list[StoredObject]:
-            pages = client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=f"{self.prefix}{prefix}"
-            )
-            return [
-                StoredObject(entry["Key"].removeprefix(self.prefix), entry["Size"], entry.get("ETag", ""))
-                for page in map(_checked, pages)
-                for entry in page.get("Contents", [])
-            ]
+        found = [
+            StoredObject(entry["Key"].removeprefix(self.prefix), entry["Size"], entry.get("ETag", ""))
+            for entry in self._listed("list_objects_v2", prefix, "Contents")
+        ]
+        return sorted(found, key=lambda entry: entry.key)
 
-        return sorted(self.retrying(prefix, call), key=lambda entry: entry.key)
+    def _listed(self, operation: str, prefix: str, what: str) -> Sequence[dict[str, Any]]:
+        """The entries of all pages of ``operation``, which have them as ``what``."""
+
+        def call(client: Any) -> Sequence[dict[str, Any]]:
+            pages = client.get_paginator(operation).paginate(Bucket=self.bucket, Prefix=f"{self.prefix}{prefix}")
+            return [entry for page in map(_checked, pages) for entry in page.get(what, [])]
+
+        return self.retrying(prefix, call)
 
     def delete(self, keys: Iterable[str]) -> None:
         # One request a key: the batch request needs a checksum that some servers do not know.
@@ -292,17 +295,9 @@ class S3Store:
         at_once(lambda key: self.request("delete_object", key), checked, most=_REMOVED_AT_ONCE, what="remove")
 
     def abort_incomplete_uploads(self, prefix: str) -> int:
-        def call(client: Any) -> list[tuple[str, str]]:
-            pages = client.get_paginator("list_multipart_uploads").paginate(
-                Bucket=self.bucket, Prefix=f"{self.prefix}{prefix}"
-            )
-            return [
-                (entry["Key"], entry["UploadId"]) for page in map(_checked, pages) for entry in page.get("Uploads", [])
-            ]
-
-        uploads = self.retrying(prefix, call)
-        for key, upload in uploads:
-            self.abort_upload(key.removeprefix(self.prefix), upload)
+        uploads = self._listed("list_multipart_uploads", prefix, "Uploads")
+        for upload in uploads:
+            self.abort_upload(upload["Key"].removeprefix(self.prefix), upload["UploadId"])
         return len(uploads)
 
     def create_upload(self, key: str) -> str:

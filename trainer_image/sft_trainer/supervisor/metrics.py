@@ -69,13 +69,12 @@ def render_machine(sample: Sample | None, gpu_times: Iterable[RankTimes] = ()) -
     where nothing was, lately."""
     if sample is None:
         return b""
-    families: list[GaugeMetricFamily | CounterMetricFamily] = []
-    for name, help_text, field in _OF_HOST:
-        if (value := getattr(sample.host, field)) is not None:
-            families.append(GaugeMetricFamily(f"sft_trainer_{name}", help_text, value=value))
-    for name, help_text, field in _COUNTED_OF_HOST:
-        if (value := getattr(sample.host, field)) is not None:
-            families.append(CounterMetricFamily(f"sft_trainer_{name}", help_text, value=value))
+    families: list[GaugeMetricFamily | CounterMetricFamily] = [
+        family(f"sft_trainer_{name}", help_text, value=value)
+        for family, rows in ((GaugeMetricFamily, _OF_HOST), (CounterMetricFamily, _COUNTED_OF_HOST))
+        for name, help_text, field in rows
+        if (value := getattr(sample.host, field)) is not None
+    ]
     gpus = [(str(gpu.index), gpu) for gpu in sample.gpus]
     ranks = [(str(rank), memory) for rank, memory in sorted(sample.allocated.items())]
     families += [_labelled("gpu", *row, gpus) for row in _OF_GPU]
@@ -94,9 +93,7 @@ def render_machine(sample: Sample | None, gpu_times: Iterable[RankTimes] = ()) -
     for times in gpu_times:
         timed.add_metric([str(times.rank), "products"], times.products)
         timed.add_metric([str(times.rank), "memory"], times.memory)
-    registry = CollectorRegistry()
-    registry.register(_Families([family for family in (*families, slowed, timed) if family.samples]))
-    return generate_latest(registry)
+    return _text([family for family in (*families, slowed, timed) if family.samples])
 
 
 def _labelled(label: str, name: str, help_text: str, field: str, of: Iterable[tuple[str, Any]]) -> GaugeMetricFamily:
@@ -162,6 +159,10 @@ def render(progress: Progress, restarts: Counter[FailureClass], now: datetime) -
         "Seconds of the steps of this attempt in which rank 0 waited for their tokens",
         value=training.data_seconds,
     )
+    return _text([*families, phase, restarted, spent, data])
+
+
+def _text(families: list[GaugeMetricFamily | CounterMetricFamily]) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Families([*families, phase, restarted, spent, data]))
+    registry.register(_Families(families))
     return generate_latest(registry)

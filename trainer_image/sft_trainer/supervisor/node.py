@@ -467,10 +467,10 @@ class Node:
             return Response(200, b"ok\n")
         if (request.method, request.path) == ("GET", "/metrics"):
             return self._metrics()
-        order = self._coordinator.group.order if self._coordinator else None
-        answer = await self._coordinator.answer(request) if self._coordinator else None
-        if answer is None or self._coordinator is None:
-            return Response(404, f"nothing at {request.method} {request.path}\n".encode())
-        if self._coordinator.group.order is not order:
-            self._wake.set()
-        return answer
+        if self._coordinator is not None:
+            order = self._coordinator.group.order
+            if (answer := await self._coordinator.answer(request)) is not None:
+                if self._coordinator.group.order is not order:
+                    self._wake.set()
+                return answer
+        return Response(404, f"nothing at {request.method} {request.path}\n".encode())
