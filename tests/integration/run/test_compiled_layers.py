@@ -103,14 +103,18 @@ def built(path: Path, lora: dict[str, Any] | None = None, **training: Any) -> Fs
             {"activationCheckpointing": "selective"},
             4,
         ),
-        ("qwen3_moe", {}, None, BALANCED, 2),
-        ("qwen3_moe", {}, None, {"activationCheckpointing": "full"}, 2),
-        # Its config asks for what transformers takes from hooks.
-        ("mixtral", {"output_router_logits": True}, None, {**BALANCED, "activationCheckpointing": "selective"}, 2),
+        ("qwen3_moe", {}, None, {**BALANCED, "activationCheckpointing": "full"}, 2),
         ("olmoe", {}, {"rank": 4}, {**BALANCED, "activationCheckpointing": "full"}, 3),
         ("qwen2_moe", {}, None, BALANCED, 2),
         ("qwen3_moe", {}, OF_EXPERTS, {**BALANCED, "activationCheckpointing": "full"}, 3),
-        ("mixtral", {}, {**OF_EXPERTS, "expertRank": 8}, {"activationCheckpointing": "selective"}, 3),
+        # Its config asks for what transformers takes from hooks.
+        (
+            "mixtral",
+            {"output_router_logits": True},
+            {**OF_EXPERTS, "expertRank": 8},
+            {**BALANCED, "activationCheckpointing": "selective"},
+            3,
+        ),
         ("qwen3_moe", WIDE, {**OF_EXPERTS, "basePrecision": "nf4"}, {"activationCheckpointing": "selective"}, 3),
         ("granitemoeshared", {}, None, BALANCED, 2),
         ("granitemoe", {}, None, BALANCED, 2),
