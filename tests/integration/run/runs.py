@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -261,3 +262,14 @@ def step_numbers(store: Path) -> dict[int, dict[str, Any]]:
         step: {name: value for name, value in record.items() if name not in ("seconds", "time")}
         for step, record in step_records(store).items()
     }
+
+
+def assert_the_same_to_rounding(place: Place, expected: Place) -> None:
+    """The run in ``place`` has made the steps of the one in ``expected``, of the same tokens."""
+    here, there = step_numbers(place.store()), step_numbers(expected.store())
+    assert here.keys() == there.keys()
+    for step, record in there.items():
+        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
+            assert here[step][name] == record[name], step
+        loss, wanted = here[step]["loss"], record["loss"]
+        assert math.isclose(loss, wanted, rel_tol=1e-4), (step, loss, wanted)

@@ -1,9 +1,7 @@
 """One run, in turn on different numbers of processes."""
 
-import pytest
-
 from tests.integration.run.conftest import LONG
-from tests.integration.run.runs import Place, step_numbers
+from tests.integration.run.runs import Place, assert_the_same_to_rounding
 
 
 def test_a_run_goes_on_with_another_number_of_processes(undisturbed: Place, place: Place) -> None:
@@ -20,9 +18,4 @@ def test_a_run_goes_on_with_another_number_of_processes(undisturbed: Place, plac
     assert ended.code == 0, ended.said
     assert "3 processes instead of the manifest's 1: the steps stay the same." in ended.said
     assert ended.status["plan"]["processes"] == 3
-    numbers, expected = step_numbers(place.store()), step_numbers(undisturbed.store())
-    assert numbers.keys() == expected.keys()
-    for step, record in expected.items():
-        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
-            assert numbers[step][name] == record[name], step
-        assert numbers[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
+    assert_the_same_to_rounding(place, undisturbed)

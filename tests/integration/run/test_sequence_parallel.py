@@ -23,7 +23,7 @@ from tests.bins import RoomFor, random_bin
 from tests.errors import worst
 from tests.integration.checkpoint import ranks
 from tests.integration.run.conftest import LONG
-from tests.integration.run.runs import Place, step_numbers
+from tests.integration.run.runs import Place, assert_the_same_to_rounding
 from tests.parity.runs import manifest, resolve
 from tests.unit.trainer.test_fsdp_strategy import gradients, weights
 from tests.unit.trainer.test_models import GEMMA_4_REUSING, save_mixture
@@ -224,12 +224,7 @@ def test_a_run_goes_on_with_shared_tokens_and_without(undisturbed: Place, place:
     assert second.code == 30, second.said
     assert last.code == 0, last.said
     assert "sequenceParallelDegree" in second.said, "that it is not equal to the last bit"
-    numbers, expected = step_numbers(place.store()), step_numbers(undisturbed.store())
-    assert numbers.keys() == expected.keys()
-    for step, record in expected.items():
-        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
-            assert numbers[step][name] == record[name], step
-        assert numbers[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
+    assert_the_same_to_rounding(place, undisturbed)
 
 
 def test_heads_that_cannot_be_shared_out_end_a_run_before_its_data_is_read(place: Place) -> None:

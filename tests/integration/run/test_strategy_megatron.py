@@ -13,7 +13,7 @@ import pytest
 
 from sft_api.generate import ROOT
 from tests.integration.run.conftest import LONG
-from tests.integration.run.runs import Place, assert_refused, step_numbers
+from tests.integration.run.runs import Place, assert_refused, assert_the_same_to_rounding, step_numbers
 from tests.integration.run.test_good_runs import evaluation_of
 from tests.integration.run.test_ranks_alike import workers
 
@@ -46,15 +46,6 @@ def split(make_place: Callable[[str], Place], shim: dict[str, str]) -> Place:
     plan = ended.status["plan"]
     assert plan | {"dataParallel": 1, "tensorParallel": 2, "shardDegree": 2} == plan
     return place
-
-
-def assert_the_same_to_rounding(place: Place, expected: Place) -> None:
-    here, there = step_numbers(place.store()), step_numbers(expected.store())
-    assert here.keys() == there.keys()
-    for step, record in there.items():
-        for name in ("tokens", "trainedTokens", "learningRate", "epoch"):
-            assert here[step][name] == record[name], step
-        assert here[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
 
 
 @pytest.mark.parametrize(
