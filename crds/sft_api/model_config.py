@@ -8,6 +8,7 @@ from typing import Any
 
 from .families import FAMILIES, Family
 from .model_shape import GatedDelta, Latent, ModelShape, StateSpace
+from .quantised_files import quantised_in
 
 _SHOWN = 40
 """Characters of a value that a sentence quotes."""
@@ -465,8 +466,7 @@ def _adjusted(config: Mapping[str, Any]) -> int:
 
 
 def _is_in_mxfp4(config: Mapping[str, Any]) -> bool:
-    given = config.get("quantization_config")
-    return isinstance(given, Mapping) and given.get("quant_method") == "mxfp4"
+    return quantised_in(config)[1].get("quant_method") == "mxfp4"
 
 
 def _any_size(config: Mapping[str, Any], names: Sequence[str]) -> int | None:

@@ -6,8 +6,8 @@ Pure, so that what is not read is refused before a GPU is asked for.
 from collections.abc import Mapping
 from typing import Any
 
-FIELD = "quantization_config"
-"""Of config.json."""
+FIELDS = ("quantization_config", "compression_config")
+"""Of config.json: older files of compressed-tensors say it in the second."""
 FP8_BLOCK = 128
 """Rows, and columns, of a weight in FP8 that share a scale where blocks do; the last block of either may have fewer."""
 _MXFP4 = "mxfp4"
@@ -26,13 +26,19 @@ def reading_of(fields: Mapping[str, Any], *, packs: bool) -> str:
     return "fp8" if method in _FP8 and not _not_read(fields) else ""
 
 
-def refusal(model_type: Any, fields: Mapping[str, Any]) -> str:
-    """Why a model with these ``fields``, which are not read, is not trained."""
+def quantised_in(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The one of ``FIELDS`` that ``config`` says something in, and what; the first, and nothing, where it says none."""
+    said = ((field, _fields_of(config.get(field))) for field in FIELDS)
+    return next(((field, fields) for field, fields in said if fields), (FIELDS[0], {}))
+
+
+def refusal(model_type: Any, field: str, fields: Mapping[str, Any]) -> str:
+    """Why a model with these ``fields`` in the ``field`` of its config, which are not read, is not trained."""
     method, detail = fields.get("quant_method"), ""
     if method in _FP8:
         detail = f", of which weights in FP8 are read, and not {_not_read(fields)}"
     return (
-        f"a model of type {model_type!r} with a {FIELD} (quant_method {method!r}{detail}) in its config.json is not "
+        f"a model of type {model_type!r} with a {field} (quant_method {method!r}{detail}) in its config.json is not "
         "supported: it would be trained as a plain model, which is another one; name a checkpoint in model.uri that is "
         "not quantised, or remove the field from config.json if the weights beside it are plain (bf16, fp16, fp32)"
     )
@@ -41,9 +47,9 @@ def refusal(model_type: Any, fields: Mapping[str, Any]) -> str:
 def refused_by_config(config: Mapping[str, Any]) -> str:
     """``refusal`` of the model whose config.json has this content; empty where it is read, or only its type says so."""
     for part in (config, _fields_of(config.get("text_config"))):
-        fields = _fields_of(part.get(FIELD))
+        field, fields = quantised_in(part)
         if fields and not reading_of(fields, packs=True):
-            return refusal(part.get("model_type", config.get("model_type")), fields)
+            return refusal(part.get("model_type", config.get("model_type")), field, fields)
     return ""
 
 

@@ -41,7 +41,7 @@ _OF_EXPERTS = re.compile(
 )
 """Experts, which the model has stacked in one tensor, and routers: neither is a linear layer there."""
 _PACKED = re.compile(r".*\.experts\.\w+_(?P<of>blocks|scales)")
-_OF_FP8 = re.compile(r".*(_scale_inv|\b(weight|input|output|q|k|v)_scale|activation_scale)")
+_OF_FP8 = re.compile(r".*(_scale_inv|\b(weight|input|output|q|k|v)_scale|_proj_scale|activation_scale)")
 """What files in FP8 have beside weights."""
 _ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<of>\w+)\.weight")
 _ALL_EXPERTS = re.compile(

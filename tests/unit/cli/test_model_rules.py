@@ -169,6 +169,10 @@ def test_that_pods_have_no_token_to_upload_with_is_said(tmp_path: Path, parts: d
             {"text_config": {"model_type": "qwen3_5_text", "quantization_config": {"quant_method": "modelopt"}}},
             "of type 'qwen3_5_text' with a quantization_config (quant_method 'modelopt')",
         ),
+        (
+            {"compression_config": {"quant_method": "compressed-tensors", "config_groups": {}}},
+            "with a compression_config (quant_method 'compressed-tensors', of which weights in FP8 are read, and not",
+        ),
         ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, ""),
         # Which types are published so the trainer knows.
         ({"quantization_config": {"quant_method": "mxfp4"}}, ""),

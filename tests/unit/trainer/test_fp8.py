@@ -135,6 +135,21 @@ def test_a_model_is_read_as_a_copy_of_it_in_bf16(
     assert not unread_tensors(build_on_meta(tmp_path / "model"), tmp_path / "model")
 
 
+def test_what_older_files_say_elsewhere_is_read_alike(tmp_path: Path) -> None:
+    save_model("qwen3", tmp_path, **SIZES)
+    quantise(tmp_path, torch.bfloat16, "row", compressed("channel"))
+    expected = {box.name: box.read() for box in whole_boxes(loaded(tmp_path))}
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    model = loaded(tmp_path)
+
+    assert all(torch.equal(box.read(), expected[box.name]) for box in whole_boxes(model))
+    huggingface: Any = model.huggingface
+    assert (model.read_as, hasattr(huggingface.config, "compression_config")) == ("fp8", False)
+
+
 @pytest.mark.parametrize(
     "ranges", [((1, 3), (5, 130), (7, 100)), ((0, 4), (128, 136), (120, 160)), ((3, 4), (0, 0), (1, 2))]
 )
@@ -234,15 +249,19 @@ def test_of_a_model_of_images_and_texts_the_export_is_a_whole_one_in_bf16(
     assert not unread_tensors(build_on_meta(source), source)
 
 
-@pytest.mark.parametrize(("kind", "shared"), [("qwen3_vl_moe", "block"), ("mistral4", "tensor")])
-def test_experts_that_are_stacked_have_scales_for_each(tmp_path: Path, kind: str, shared: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "shared", "ending"), [("qwen3_vl_moe", "block", "_scale"), ("mistral4", "tensor", "_scale_inv")]
+)
+def test_experts_that_are_stacked_have_scales_for_each(tmp_path: Path, kind: str, shared: str, ending: str) -> None:
     # As those of Mistral Small 4 are; the matrices of Qwen3-VL's are turned, too
     save_whole(kind, tmp_path, hidden_size=160, moe_intermediate_size=136)
     tensors, meant = load_file(tmp_path / FILE), dict[str, torch.Tensor]()
     names = [name for name in tensors if ".experts." in name]
+    job = manifest(tmp_path, tmp_path.with_name("store"), model={"uri": f"file://{tmp_path}"}, lora={"rank": 4})
+    plain = measure_trained(resolve(job).spec)
     for name in names:
         parts = zip(*(in_fp8(value, shared, torch.float32) for value in tensors.pop(name)), strict=True)
-        tensors[name], tensors[f"{name}_scale_inv"], meant[name] = (torch.stack(part) for part in parts)
+        tensors[name], tensors[f"{name}{ending}"], meant[name] = (torch.stack(part) for part in parts)
         tensors[f"{name}_activation_scale"] = torch.ones(len(meant[name]))
     save_file(tensors, tmp_path / FILE, {"format": "pt"})
     change_config(tmp_path, quantization_config=QUANTISED)
@@ -255,6 +274,8 @@ def test_experts_that_are_stacked_have_scales_for_each(tmp_path: Path, kind: str
         assert torch.equal(files[name].read(), expected.mT if kind == "qwen3_vl_moe" else expected), name
     assert not unread_tensors(build_on_meta(tmp_path), tmp_path)
     assert not [name for name, _, _ in untrained_tensors(build_on_meta(tmp_path), tmp_path).others if "scale" in name]
+    assert isinstance(plain, Trained)
+    assert measure_trained(resolve(job).spec) == plain
 
 
 @pytest.mark.parametrize("what", ["scales of other blocks", "values in bf16", "no scales"])

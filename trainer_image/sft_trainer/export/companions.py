@@ -13,6 +13,7 @@ from torch import nn
 
 from sft_api.checkpoints import BEST_METRIC, Manifest
 from sft_api.place import EXPORT_ADAPTER_CONFIG, EXPORT_CONFIG, form_of
+from sft_api.quantised_files import FIELDS
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_api.v1alpha1.workload import TrainingSpec
@@ -122,7 +123,7 @@ def _with_overrides(published: dict[str, Any], whole: Whole, trained: Any) -> di
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
     """The ``config`` of a whole model whose files were in FP8, of an export, which is in bf16."""
     inner = {name: _plain(value) if name == "text_config" else value for name, value in config.items()}
-    kept = {name: value for name, value in inner.items() if name != "quantization_config"}
+    kept = {name: value for name, value in inner.items() if name not in FIELDS}
     return kept | {name: "bfloat16" for name in ("dtype", "torch_dtype") if name in kept}
 
 

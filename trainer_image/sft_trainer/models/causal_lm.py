@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sft_api.place import EXPORT_ADAPTER_CONFIG
-from sft_api.quantised_files import reading_of, refusal
+from sft_api.quantised_files import FIELDS, quantised_in, reading_of, refusal
 from sft_api.v1alpha1.model_config import ConfigOverrides
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
@@ -306,14 +306,15 @@ def _reading_of(config: Any) -> str:
 
     Raises ``ModelError`` where it says that they are quantised otherwise: other layers compute with those.
     """
-    given = getattr(config, "quantization_config", None)
-    if not given:
+    given = {name: getattr(config, name) for name in FIELDS if getattr(config, name, None)}
+    field, fields = quantised_in({name: each if isinstance(each, dict) else vars(each) for name, each in given.items()})
+    if not fields:
         return ""
-    fields = given if isinstance(given, dict) else vars(given)
     reading = reading_of(fields, packs=Names.of(config).packs)
     if not reading:
-        raise ModelError(refusal(config.model_type, fields))
-    del config.quantization_config
+        raise ModelError(refusal(config.model_type, field, fields))
+    for name in given:
+        delattr(config, name)
     return reading
 
 
