@@ -159,6 +159,9 @@ def _norm(shape: ModelShape, asked: _Asked) -> _Part:
         # With the rest, in ``_mixer``.
         return _Part(0.0, 0.0)
     family, width = shape.family, shape.hidden_size
+    if family.layered:
+        # That of torch keeps its input as it is, and two numbers.
+        return _Part(asked.computed * width + 8, 3 * asked.computed * width)
     # One that takes the mean away keeps what is left twice.
     kept = (8 if family.centred else 4) + _normed(shape, asked)
     return _Part(width * kept, width * (20 + 2 * asked.computed - _normed(shape, asked)))

@@ -28,6 +28,8 @@ class Family:
     """Whether blocks hand keys and values on to later ones, and some have an input of their own (Gemma 4)."""
     centred: bool = False
     """Whether a norm takes the mean away, in fp32."""
+    layered: bool = False
+    """Whether norms are those of torch that take the mean away, with biases."""
     names: tuple[tuple[str, str], ...] = ()
     """What modules of a block are called here, where others than most: what most call them, and the type itself."""
     embeddings: str = "embed_tokens"
@@ -110,9 +112,13 @@ class Family:
     @property
     def compiled(self) -> bool:
         """Whether it is known what its blocks keep where they are compiled."""
-        return not (self.mixture or self.latent or self.mixers or self.centred or self.handing)
+        others = self.mixture or self.latent or self.mixers
+        return not (others or self.centred or self.layered or self.handing)
 
 
+_TELLING_NOTHING = (
+    "has layers that tell their attention nothing of documents, and what tells it instead cannot be compiled"
+)
 _LLAMA = Family()
 _NEVER_BIASED = Family(bias_field="", output_bias_field="")
 _QWEN2 = Family(attention_bias=True, bias_field="", output_bias_field="")
@@ -361,8 +367,17 @@ FAMILIES: Mapping[str, Family] = {
         unsaid=(("first_k_dense_replace", 1),),
         **_ROUTED,
     ),
+    "glm4v_moe_text": Family(
+        attention_bias=True, output_bias_field="", unsaid=(("first_k_dense_replace", 1),), **_ROUTED
+    ),
     "solar_open": Family(head_size=128, **{**_ROUTED, "dense": ""}),
     "youtu": Family(latent=True, tied=True),
+    # Of a width of heads of values that a config does not say there is one model.
+    "minicpm3": Family(
+        latent=True, tied=True, scaled="dim_model_base", unsaid=(("v_head_dim", 64), ("dim_model_base", 256))
+    ),
+    "stablelm": Family(bias_field="use_qkv_bias", output_bias_field="", layered=True, uncompiled=_TELLING_NOTHING),
+    "nemotron": Family(layered=True, ungated=True, uncompiled=_TELLING_NOTHING),
     "mellum": replace(_QWEN3_MOE, dense="first", head_size=128, unsaid=(("first_k_dense_replace", 0),)),
     "dots1": Family(query_key_norm="head", unsaid=(("first_k_dense_replace", 0),), **_ROUTED),
     "deepseek_v2": Family(latent=True, unsaid=(("first_k_dense_replace", 0),), **_ROUTED),

@@ -34,6 +34,8 @@ _OF_DELTA = (
 _SPARSE_BLOCKS, _EVERY = "moe_layers", "interleave_moe_layer_step"
 _ROTATED, _UNROTATED, _UNROTATED_EVERY = "no_rope_layers", "unrotated", "no_rope_layer_interval"
 """Of Llama 4: the first lists, whatever its name says, 1 for each block with rotary positions."""
+_LAYERED_OTHERWISE = ("use_parallel_residual", "qk_layernorm", "hidden_dropout")
+"""Fields by which blocks of StableLM are others than those that are counted."""
 _INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 _LINEAR, _FULL, _CONVOLUTION, _DENSE, _SPARSE = "linear_attention", "full_attention", "conv", "mlp", "moe"
 _WORDS: Mapping[str, Mapping[str, str]] = {
@@ -313,6 +315,8 @@ def _unclear_blocks(config: Mapping[str, Any], family: Family) -> list[str]:
         known["layer_types"] = listed("layer_types", (_FULL, "sliding_attention"))
         shared = config.get(_SHARING)
         known[_SHARING] = shared is None or (number(_SHARING, 0) and shared < layers)
+    if family.layered:
+        known |= {name: not config.get(name) for name in _LAYERED_OTHERWISE}
     if family.delta:
         known["full_attention_interval"] = number("full_attention_interval", 1)
     if family.mixers:

@@ -349,6 +349,10 @@ class ModelShape:
         return self.family.beside and self.experts > 0
 
     @property
+    def _of_norm(self) -> int:
+        return self.hidden_size * (2 if self.family.layered else 1)
+
+    @property
     def _norms(self) -> tuple[str, ...]:
         return _NORMS[self.family.norms] + (_NORMS_BESIDE if self.has_norms_beside else ())
 
@@ -387,7 +391,7 @@ class ModelShape:
             del found[f"self_attn.{self.family.query_key_norms[1]}"]
         if self.input_width:
             found["post_per_layer_input_norm"] = self.hidden_size
-        found |= dict.fromkeys(self._norms, self.hidden_size)
+        found |= dict.fromkeys(self._norms, self._of_norm)
         if self.has_norms_beside:
             # What is multiplied by before it, and after it.
             found["router"] = self.hidden_size + self.experts
@@ -434,7 +438,7 @@ class ModelShape:
     def root_parameters(self) -> int:
         """Of all that is in no block: embedding, last norm, head."""
         beside = sum(self.outside.values())
-        return self.head_parameters * (1 if self.tied else 2) + self.hidden_size + beside
+        return self.head_parameters * (1 if self.tied else 2) + self._of_norm + beside
 
     @property
     def outside(self) -> dict[str, int]:

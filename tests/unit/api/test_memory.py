@@ -357,6 +357,8 @@ def test_of_a_mixture_some_blocks_may_have_one_mlp(change: dict[str, Any], spars
         ("hunyuan_v1_moe", {"num_experts_per_tok": None, "moe_topk": [2, 2, 2, 1]}, "moe_topk: [2, 2, 2, 1]"),
         ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers: [1, 0]"),
         ("llama4_text", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm: True"),
+        ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual: True"),
         ("llama4_text", {"moe_layers": 2}, "moe_layers: 2"),
         ("llama4_text", {"interleave_moe_layer_step": 0}, "interleave_moe_layer_step: 0"),
         ("gemma4_text", {"num_kv_shared_layers": 4}, "num_kv_shared_layers: 4"),

@@ -109,6 +109,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
     "mistral4": {**_ROUTED, **_LATENT_HEADS, "n_shared_experts": 1, "head_dim": 96},
     "solar_open": {**_ROUTED, "n_shared_experts": 1},
+    "minicpm3": {**_LATENT, "num_key_value_heads": 16},
+    "stablelm": {},
+    "nemotron": {},
+    "glm4v_moe_text": {
+        **_ROUTED,
+        "n_shared_experts": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]},
+    },
     "youtu": {**_LATENT, "head_dim": 32, "num_key_value_heads": 16},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": {**_CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
@@ -241,7 +249,7 @@ def check_modules(huggingface: Any) -> ModelShape:
     [
         *("glm4", "deepseek_v3", "glm4_moe", "qwen2_moe", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
         *("cohere2", "falcon_h1", "granitemoehybrid", "lfm2_moe", "nemotron_h"),
-        *("gemma4_text of experts", "hunyuan_v1_moe", "llama4_text"),
+        *("gemma4_text of experts", "hunyuan_v1_moe", "llama4_text", "nemotron", "stablelm"),
     ],
 )
 def test_layers_that_get_adapters_and_weights_in_4_bits_are_those_of_the_trainer(kind: str) -> None:
@@ -271,7 +279,7 @@ def test_layers_that_get_adapters_and_weights_in_4_bits_are_those_of_the_trainer
 _OTHER_WAYS = (
     *("qwen2_moe", "deepseek_v3", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
     *("cohere2", "falcon_h1", "gemma2", "gemma4_text", "granitemoehybrid", "lfm2_moe", "nemotron_h", "seed_oss"),
-    *("gemma4_text of experts", "llama4_text"),
+    *("gemma4_text of experts", "llama4_text", "nemotron"),
 )
 
 

@@ -27,8 +27,6 @@ from sft_trainer.versions import (
     mark_dynamic,
 )
 
-from .documents_told import KEEPING
-
 BACKEND = "inductor"
 _OF_DEVICES = ("OutOfMemoryError", "AcceleratorError")
 """Errors of torch; not every version that is supported has the second."""
@@ -112,11 +110,6 @@ def why_not(model: Any, device: torch.device, dtype: torch.dtype, cache: Path) -
     family = FAMILIES.get(model.config.model_type)
     if family is not None and family.uncompiled:
         return f"a model of type {model.config.model_type!r} {family.uncompiled}"
-    if model.config.model_type in KEEPING:
-        return (
-            f"a model of type {model.config.model_type!r} has layers that tell their attention nothing of documents, "
-            "and what tells it instead cannot be compiled"
-        )
     if reason := _other_attention(model.config, device, dtype):
         return reason
     look_at_attention()
