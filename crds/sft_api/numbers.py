@@ -29,6 +29,8 @@ VERSION = 1
 _DEFAULTS: Mapping[str, JsonValue] = {
     "model.tokenizerUri": None,
     "model.chatTemplate": None,
+    "model.addedTokens": None,
+    "model.addedSpecialTokens": None,
     "model.configOverrides.rope_parameters.rope_type": None,
     "model.configOverrides.rope_parameters.factor": None,
     "model.configOverrides.rope_parameters.original_max_position_embeddings": None,

@@ -63,7 +63,7 @@ def read_tokenizer(spec: SFTJobSpec) -> "PreTrainedTokenizerFast":
     s3 = S3Settings.from_spec(spec.checkpoint.s3)
     uri = spec.model.tokenizer_uri or spec.model.uri
     path = localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind="tokenizer")
-    return load_tokenizer(path, spec.model.chat_template)
+    return load_tokenizer(path, spec.model.chat_template, spec.model.new_tokens)
 
 
 def _show_source(source: DataSource, part: Part, spec: SFTJobSpec, codec: Codec, rows: int, output: str) -> None:

@@ -183,6 +183,27 @@ RULES = [
         "must be a number of parameters such as 8B, 0.6B or 350M",
     ),
     Bad(
+        "an added token with white space around it",
+        "spec.model.addedTokens[1]",
+        {"model": '{uri: hf://org/name, addedTokens: [<a>, " <b>"]}'},
+        "must be a token as it stands in texts, such as <ticket>: in one line, and without white space around it",
+    ),
+    Bad(
+        "an added token that is special and is not",
+        "spec.model",
+        {"model": "{uri: hf://org/name, addedTokens: [<a>, <b>], addedSpecialTokens: [<b>]}"},
+        "model.addedTokens and model.addedSpecialTokens have a token in common, which is special or is not: leave it "
+        "in one of them",
+    ),
+    Bad(
+        "added tokens whose rows adapters leave as they are",
+        "spec",
+        {"model": "{uri: hf://org/name, addedSpecialTokens: [<b>]}", "lora": "{}"},
+        "tokens of model.addedTokens and model.addedSpecialTokens have rows in embeddings and head, which lora leaves "
+        "as they are: set training.trainableModules: [embed_tokens, lm_head], or [embed_tokens] where the model ties "
+        "both",
+    ),
+    Bad(
         "yarn without the length that it scales",
         "spec.model.configOverrides.rope_parameters",
         {"model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4}}}"},

@@ -62,6 +62,8 @@ spec:
     uri: hf://org/name@0123abc
     tokenizerUri: s3://bucket/tokenizer
     chatTemplate: "{{ messages }}"
+    addedTokens: [<ticket>, "two words", "#"]
+    addedSpecialTokens: [<|turn|>]
     configOverrides:
       rope_parameters: {rope_type: yarn, factor: 4, original_max_position_embeddings: 32768, rope_theta: 1000000,
                         attention_factor: 1.5, beta_fast: 32, beta_slow: 1.5, truncate: false}
@@ -222,11 +224,13 @@ _ARGUMENTS = ", ".join(f"{'a' * 60}{number}: {'v' * 1024}" for number in range(1
 _TOLERATIONS = [f"{{key: {'k' * 317}, value: {'v' * 63}}}"] * 32
 _CALLBACKS = ", ".join([f"{{class: '{'m' * 200}:{'C' * 55}', arguments: {{{_ARGUMENTS}}}}}"] * 16)
 _LONG_MODULES = ", ".join(["m" * 253] * 128)
+_LONG_TOKENS = ", ".join(["t" * 128] * 1024)
 
 # Every list, map and string with a rule at its bound: what the rules cost is counted while they are evaluated.
 LARGEST = manifest(
     {
-        "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65535}{{'}}",
+        "model": f"{{uri: '{_LONG_URI}', tokenizerUri: '{_LONG_URI}', chatTemplate: '{'a' * 65535}{{', "
+        f"addedTokens: [{_LONG_TOKENS}], addedSpecialTokens: [{', '.join(['s' * 128] * 128)}]}}",
         "lora": f"{{targetModules: [{_LONG_MODULES}], excludeModules: [{_LONG_MODULES}], adapterUri: '{_LONG_URI}'}}",
         "data": "{train: ["
         + ", ".join([f"{{uri: '{_LONG_URI}', weight: 1}}"] * 64)

@@ -56,13 +56,6 @@ def test_segments_become_tokens_of_which_those_with_the_label_are_trained(folder
     assert [s.text for s in shown.segments if s.trained] == ["Hello\n", "farewell<|im_end|>"]
 
 
-def test_a_model_with_added_tokens_has_embeddings_for_them(folder: Path) -> None:
-    exec(SCRIPTS["Added tokens"], {})
-    tokenizer = load_tokenizer(folder / "larger", None)
-    assert len(tokenizer("<|ticket|>")["input_ids"]) == 1
-    assert json.loads((folder / "larger" / "config.json").read_text())["vocab_size"] == len(tokenizer)
-
-
 def test_the_rates_of_a_warm_up_are_those_of_the_page() -> None:
     told = re.findall(r"0\.\d+|\b1\b", row("warm-up of n steps").rpartition("there, and")[2])
     rates = [learning_rate(spec(12, type="cosine", warmupSteps=4), 1.0, step, 12) for step in range(6)]

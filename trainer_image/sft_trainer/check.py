@@ -157,7 +157,7 @@ def _codec(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -
     reporter.phase(Phase.STARTING, f"looking at {uri}")
     codec = None
     with _where_it_answers():
-        codec = read_codec(small_files(uri), model.chat_template)
+        codec = read_codec(small_files(uri), model.chat_template, model.new_tokens)
     if codec is not None and model.chat_template is not None:
         codec.check_templates()
     return codec

@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # the look before the imports needs none of what these need
     from .boxes import Box
     from .saving import Saving
 
+_MODULES = "training.trainableModules"
+_SAME = (_MODULES, "model.addedTokens", "model.addedSpecialTokens")
+"""What decides which values there are, and what they are of."""
+
 
 class Origin:
     """Where a run begins that names a checkpoint of another one."""
@@ -124,21 +128,22 @@ class Origin:
         raise ConfigError(f"{self.uri}, which {ORIGIN_FIELD} names, holds {which}{why}: {advice}")
 
     def _check_adapters(self, run: RunState) -> None:
-        """Refuse values that would mean something else here: of adapters, of the whole model, or of other adapters."""
+        """Refuse values that would mean something else here: of adapters, of the whole model, of other adapters or
+        tokens."""
         try:
             theirs = Numbers.read(run.numbers)
         except NumbersError:  # whether that matters, what follows says
             return
         mine = self._config.numbers()
-        modules = "training.trainableModules"
-        if (here := mine.values.get(modules)) != (there := theirs.values.get(modules)):
-            raise ConfigError(
-                f"{self.uri}, which {ORIGIN_FIELD} names, holds what a run with {modules} "
-                f"{json.dumps(there) if there else '(none)'} trained, and this one has "
-                f"{json.dumps(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
-                f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
-            )
-        weights = "some weights" if here else "all weights"
+        for field in _SAME:
+            if (here := mine.values.get(field)) != (there := theirs.values.get(field)):
+                raise ConfigError(
+                    f"{self.uri}, which {ORIGIN_FIELD} names, holds what a run with {field} "
+                    f"{json.dumps(there) if there else '(none)'} trained, and this one has "
+                    f"{json.dumps(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
+                    f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
+                )
+        weights = "some weights" if mine.values.get(_MODULES) else "all weights"
         if mine.has_adapters and not theirs.has_adapters:
             raise ConfigError(
                 f"{self.uri}, which {ORIGIN_FIELD} names, holds {weights} of a model, and this run trains adapters "

@@ -1,9 +1,10 @@
 """What happens before the processes meet: the model's files, the tokenizer, and the tokenised data."""
 
+import functools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,9 +18,11 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import HELD_OUT, DataSource, SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import megatron_of
+from sft_api.v1alpha1.workload import ModelSpec
 
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
+from .data.added_tokens import NONE_NEW
 from .data.evaluation_set import EvaluationSet
 from .data.held_out import Part, all_rows, held_out_part, trained_part
 from .data.kept import KeptTokens
@@ -29,7 +32,7 @@ from .data.sources import open_source
 from .data.steps import plan_steps
 from .data.tokenize import tokenize_source
 from .data.tokenized import TokenizedSource
-from .data.tokenizer import load_tokenizer
+from .data.tokenizer import load_with_new_tokens
 from .errors import ConfigError, ModelError
 from .fetch import localise
 from .first_adapters import FirstAdapters
@@ -48,17 +51,42 @@ from .models.weights import check_tied, unread_tensors, untrained_tensors
 from .prepared import Prepared, PreparedModel
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
-from .trainable import check_modules, trainable_of
+from .trainable import check_modules, check_tables, trainable_of
 
 
-def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.device) -> PreparedModel:
+class Loaded(NamedTuple):
+    """The tokenizer of a run."""
+
+    folder: Path
+    """With its files."""
+    tokenizer: Any
+    new: range
+    """Numbers of tokens that it lacked."""
+
+
+def _tokenizer(spec: SFTJobSpec, reporter: Reporter, model: Path) -> Loaded:
+    """That of ``spec``, whose model is in the folder ``model``."""
+    uri = spec.model.tokenizer_uri
+    folder = _fetched(uri, "tokenizer", spec, reporter) if uri else model
+    return Loaded(folder, *load_with_new_tokens(folder, spec.model.chat_template, spec.model.new_tokens))
+
+
+def prepare_model(
+    config: TrainerConfig,
+    reporter: Reporter,
+    device: torch.device,
+    tokenizer: Callable[[Path], Loaded] | None = None,
+) -> PreparedModel:
     """The model of a run, from its files.
 
-    What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it.
+    What is wrong with it is found here: ``device`` is tried. Called like ``prepare``, as a part of it, which has loaded
+    the ``tokenizer`` once where both need it.
     """
     spec = config.spec
     path = _fetched(spec.model.uri, "model", spec, reporter)
-    model = build_on_meta(path, spec.model.config_overrides)
+    load = tokenizer or functools.partial(_tokenizer, spec, reporter)
+    new_tokens = load(path).new if spec.model.new_tokens else NONE_NEW
+    model = build_on_meta(path, spec.model.config_overrides, new_tokens)
     check_positions(model.huggingface.config, spec.data.max_length)
     positions = getattr(model.huggingface.config, "max_position_embeddings", None)
     if warning := positions_warning(spec, positions):
@@ -83,6 +111,9 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.say("of a model of type %s the text part (%s) is trained; %d tensors stay as they are", *kinds, others)
     if not spec.trains_all:
         reporter.say("%s", _part_that_is_trained(model, config))
+    if model.tables:
+        check_tables(model.tables, trainable_of(config))
+        reporter.say("%s", _added_in_words(spec.model, new_tokens, model))
     adapters = _first_adapters(config, model, reporter)
     if form_of(spec) == "adapter" and spec.lora is not None and (lost := taken_for_experts(model.huggingface)):
         taken = f"peft takes {', '.join(ends(lost))} of this model for its experts"
@@ -101,7 +132,7 @@ def prepare_model(config: TrainerConfig, reporter: Reporter, device: torch.devic
         reporter.warn(f"FlashAttention 4 is not used for {attention.not_used}: PyTorch's own operators are")
     check_trains_on(model.huggingface, device, computed)
     uncompiled = _uncompiled(config, model.huggingface, device, computed)
-    return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled, adapters)
+    return PreparedModel(spec.model.uri, path, model, digest, attention, uncompiled, adapters, new_tokens)
 
 
 def _key_repeats(spec: SFTJobSpec) -> Callable[[int], int]:
@@ -155,11 +186,10 @@ def prepare(
     joins the group, and by the others after: they find the cache.
     """
     spec = config.spec
+    loaded = functools.cache(functools.partial(_tokenizer, spec, reporter))
     # A model that cannot be trained must not be found out about after hours of tokenising.
-    model = prepare_model(config, reporter, device)
-    tokenizer_uri = spec.model.tokenizer_uri
-    tokenizer_path = _fetched(tokenizer_uri, "tokenizer", spec, reporter) if tokenizer_uri else model.path
-    tokenizer = load_tokenizer(tokenizer_path, spec.model.chat_template)
+    model = prepare_model(config, reporter, device, loaded)
+    tokenizer_path, tokenizer, _ = loaded(model.path)
 
     def opened(source: DataSource) -> SourceRows:
         reporter.phase(Phase.LOADING, f"looking for {source.uri}")
@@ -255,6 +285,19 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     )
 
 
+def _added_in_words(spec: ModelSpec, new_tokens: range, model: CausalLM) -> str:
+    """How many of the tokens of ``spec`` are new, their numbers, and where their rows are in ``model``."""
+    table, *_ = model.tables.values()
+    which = f"{new_tokens.start} to {new_tokens[-1]}" if len(new_tokens) > 1 else f"{new_tokens.start}"
+    had = (
+        f", {len(spec.new_tokens) - len(new_tokens)} were there already"
+        if len(new_tokens) < len(spec.new_tokens)
+        else ""
+    )
+    rows = f"{table.rows} rows, of which files have {table.stored}" if table.rows > table.stored else "rows that it has"
+    return f"{len(new_tokens)} tokens are added, {which}{had}: in {rows}, theirs begin as the mean of all known ones"
+
+
 def _first_adapters(config: TrainerConfig, model: CausalLM, reporter: Reporter) -> FirstAdapters | None:
     """Those that the run begins with, if it names some, for ``model``, which has its adapters."""
     spec = config.spec
@@ -291,6 +334,6 @@ def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddi
     if largest >= embeddings:
         raise ModelError(
             f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "
-            "model.tokenizerUri to the tokenizer that belongs to the model, or give the model embeddings for "
-            "tokens that were added (transformers: resize_token_embeddings), save both, name the folder in model.uri"
+            "model.tokenizerUri to the tokenizer that belongs to the model, and name tokens that were added to it in "
+            "model.addedTokens"
         )

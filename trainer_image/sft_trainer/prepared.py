@@ -9,6 +9,7 @@ from sft_api.progress import Phase
 from sft_api.v1alpha1 import SFTJobSpec
 
 from .boxes import Box
+from .data.added_tokens import NONE_NEW
 from .data.batches import StepSchedule
 from .data.evaluation_set import EvaluationSet
 from .data.tokenized import TokenizedSource
@@ -37,6 +38,8 @@ class PreparedModel:
     """Why the layers cannot be compiled, as far as this process knows; empty where they can, or are not to be."""
     adapters: FirstAdapters | None = None
     """Those of ``lora.adapterUri``; None where they begin anew, or there are none."""
+    new_tokens: range = NONE_NEW
+    """Numbers of tokens that were added to its tokenizer."""
 
     def fill(self, boxes: Sequence[Box], spec: SFTJobSpec, reporter: Reporter) -> None:
         """Give ``boxes`` the values that a run starts with: those in the files of the model, adapters their first."""

@@ -95,3 +95,14 @@ def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
                 )
         elif not found:
             raise ConfigError(no_such_module(module, own))
+
+
+def check_tables(tables: Collection[str], trainable: Trainable) -> None:
+    """Raise ``ConfigError`` where ``trainable`` leaves parameters of ``tables`` as they are, which have rows of new
+    tokens."""
+    if left := [name for name in tables if not trainable.trains(name)]:
+        modules = ", ".join(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name in left))
+        raise ConfigError(
+            f"tokens of model.addedTokens and model.addedSpecialTokens have rows in {left[0]}, which would stay what "
+            f"they begin as, the mean of all others: add {modules} to training.trainableModules"
+        )

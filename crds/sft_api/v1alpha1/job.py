@@ -237,6 +237,14 @@ class SFTJobSpec(ApiModel):
             lambda self: self.training.held_dtype == "fp32" or self.lora is None,
         ),
         Rule(
+            "!has(self.lora) || !(has(self.model.addedTokens) || has(self.model.addedSpecialTokens)) || "
+            "has(self.training.trainableModules)",
+            "tokens of model.addedTokens and model.addedSpecialTokens have rows in embeddings and head, which lora "
+            "leaves as they are: set training.trainableModules: [embed_tokens, lm_head], or [embed_tokens] where the "
+            "model ties both",
+            lambda self: self.lora is None or not self.model.new_tokens or self.training.trainable_modules is not None,
+        ),
+        Rule(
             "!has(self.training.optimizer.type) || self.training.optimizer.type != 'muon' || !has(self.strategy) || "
             "!has(self.strategy.fsdp) || !self.strategy.fsdp.cpuOffload",
             "training.optimizer.type: muon multiplies matrices, and strategy.fsdp.cpuOffload has updates made by the "

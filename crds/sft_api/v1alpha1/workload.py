@@ -21,6 +21,16 @@ ChatTemplate = Annotated[
 ]
 
 
+AddedToken = Annotated[
+    str,
+    Field(min_length=1, max_length=128),
+    matches(
+        r"^[^ \t\n\r]([^\n\r]*[^ \t\n\r])?$",
+        "must be a token as it stands in texts, such as <ticket>: in one line, and without white space around it",
+    ),
+]
+
+
 class SecretKeyRef(ApiModel):
     """One key of a Secret in the job's namespace."""
 
@@ -41,6 +51,16 @@ class ModelSpec(ApiModel):
     chat_template: ChatTemplate | None = Field(
         default=None,
         description="Text of a Jinja chat template used instead of the tokenizer's own; saved with the export.",
+    )
+    added_tokens: Annotated[list[AddedToken], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None,
+        description="Tokens that the tokenizer gets, where it lacks them, and the model rows for; they may stand "
+        "anywhere in the data. See docs/added-tokens.md.",
+    )
+    added_special_tokens: Annotated[list[AddedToken], Field(min_length=1, max_length=128)] | None = Field(
+        default=None,
+        description="Others that are control tokens, as those of turns are: the chat template writes them, messages "
+        "may not have them, and decoders leave them out.",
     )
     config_overrides: ConfigOverrides | None = Field(
         default=None,
@@ -70,6 +90,22 @@ class ModelSpec(ApiModel):
         default=None,
         description="Hub token for hf:// models and data, and for export.hub, from a Secret of the job's namespace.",
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "!has(self.addedTokens) || !has(self.addedSpecialTokens) || "
+            "self.addedSpecialTokens.all(token, !(token in self.addedTokens))",
+            "model.addedTokens and model.addedSpecialTokens have a token in common, which is special or is not: leave "
+            "it in one of them",
+            lambda self: {*(self.added_tokens or ())}.isdisjoint(self.added_special_tokens or ()),
+        ),
+    )
+
+    @property
+    def new_tokens(self) -> dict[str, bool]:
+        """Tokens that the tokenizer gets where it lacks them, in the order of their numbers, and whether each is
+        special."""
+        return dict.fromkeys(self.added_tokens or (), False) | dict.fromkeys(self.added_special_tokens or (), True)
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sft_api.generate import ROOT
 from tests.integration.run.conftest import LONG
 from tests.integration.run.runs import Place, assert_refused, assert_the_same_to_rounding, step_numbers
+from tests.integration.run.test_added_tokens import TOKENS as ADDED
+from tests.integration.run.test_added_tokens import sections
 from tests.integration.run.test_good_runs import evaluation_of
 from tests.integration.run.test_ranks_alike import workers
 
@@ -128,3 +132,17 @@ def test_a_run_goes_from_one_strategy_to_the_other_and_exports_what_it_trained(
     for each in (split, place):
         reported = step_numbers(each.store())[60]["evalLoss"]
         assert evaluation_of(each.store() / "export", rows, 256)[0] == pytest.approx(reported, rel=1e-5)
+
+
+def test_rows_of_added_tokens_begin_and_are_trained_as_with_fsdp(place: Place, shim: dict[str, str]) -> None:
+    given, _ = sections(place, place.inputs.model, **ADDED)
+    alone = place.run(place.job("alone", **given))
+
+    # When each of two processes has a part of the rows, of which the first lacks nothing in the files
+    ended = place.run(place.job("parts", **given, **TWO, strategy={"megatron": MATRICES}), **shim)
+
+    assert (alone.code, ended.code) == (0, 0), alone.said + ended.said
+    for figure in ("loss", "evalLoss"):
+        assert ended.status["progress"][figure] == pytest.approx(alone.status["progress"][figure], rel=1e-4)
+    exported = [load_file(place.store(name) / "export" / "model.safetensors") for name in ("alone", "parts")]
+    torch.testing.assert_close(*exported, rtol=1e-2, atol=1e-3)

@@ -143,6 +143,7 @@ def test_the_page_of_sft_names_what_counts() -> None:
     counts = page.partition("**The same run.**")[2].partition("Anything else may change")[0]
     in_words = ("data.", "training.", "model.uri", "model.tokenizerUri", "model.chatTemplate", "checkpoint.resume.from")
     named = ("lora", "model.configOverrides", "strategy.fsdp.reduceDtype", "strategy.megatron", "moe_router_dtype")
+    named += ("model.addedTokens", "model.addedSpecialTokens")
 
     assert [path for path in sorted(NUMBERS) if not path.startswith((*in_words, *named))] == []
     for name in ("training.trainableModules", *named):

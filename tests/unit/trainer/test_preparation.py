@@ -135,7 +135,7 @@ def test_data_is_looked_for_downloaded_and_tokenised(tmp_path: Path, monkeypatch
         said.append(looks(tmp_path))
         raise StorageUnavailableError("that is enough")
 
-    monkeypatch.setattr(preparation, "load_tokenizer", lambda *_: None)
+    monkeypatch.setattr(preparation, "load_with_new_tokens", lambda *_: (None, range(0)))
     monkeypatch.setattr(preparation, "open_source", open_source)
     monkeypatch.setattr(preparation, "tokenize_source", tokenize_source)
     with pytest.raises(StorageUnavailableError, match="that is enough"):

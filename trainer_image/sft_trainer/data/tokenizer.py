@@ -9,10 +9,12 @@ from functools import cached_property
 from itertools import compress, pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sft_trainer.errors import ModelError
 
+from .added_tokens import NONE_NEW, add_tokens
 from .chat import ChatTemplate, TemplateRefusal, any_of
 
 if TYPE_CHECKING:
@@ -25,13 +27,24 @@ _TEMPLATES_READ = ("default", "tool_use")
 """Names of those templates that rows are rendered with; others, such as one for documents, are for other uses."""
 
 
-def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
-    """The tokenizer stored in ``path``, with ``chat_template`` (the template itself) in place of its own if given.
+def load_tokenizer(
+    path: Path, chat_template: str | None = None, tokens: Mapping[str, bool] = MappingProxyType({})
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer stored in ``path``, with ``chat_template`` (the template itself) in place of its own if given, and
+    ``tokens`` that it may lack (``ModelSpec.new_tokens``).
 
     No code of the model is ever run. Raises ModelError when there is no fast tokenizer (only those report offsets, and
     exact masks need them), or when ``chat_template`` cannot be used. Its own template is looked at when there are
     conversations to render: many base models have none, or one of which they know nothing.
     """
+    tokenizer, _ = load_with_new_tokens(path, chat_template, tokens)
+    return tokenizer
+
+
+def load_with_new_tokens(
+    path: Path, chat_template: str | None, tokens: Mapping[str, bool]
+) -> tuple["PreTrainedTokenizerFast", range]:
+    """As ``load_tokenizer``, and the numbers of those of ``tokens`` that were not there."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
@@ -57,11 +70,12 @@ def load_tokenizer(path: Path, chat_template: str | None = None) -> "PreTrainedT
         tokenizer.chat_template = chat_template
     elif not tokenizer.chat_template:
         tokenizer.chat_template = template_of_processor(path)
+    new = add_tokens(tokenizer.backend_tokenizer, tokens) if tokens else NONE_NEW
     codec = Codec.of(tokenizer)
     codec.check_offsets()
     if chat_template is not None:
         codec.check_templates()
-    return tokenizer
+    return tokenizer, new
 
 
 def template_of_processor(path: Path) -> str | None:

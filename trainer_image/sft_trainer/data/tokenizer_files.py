@@ -2,18 +2,25 @@
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from .added_tokens import add_tokens
 from .tokenizer import Codec, template_of_processor, without_additions
 
 _VARIABLE = re.compile(r"\b[a-z_]+_token\b")
 
 
-def read_codec(folder: Path, chat_template: str | None) -> Codec | None:
-    """What ``Codec.of(load_tokenizer(folder, chat_template))`` gives, as far as templates and special tokens go.
+def read_codec(
+    folder: Path, chat_template: str | None, tokens: Mapping[str, bool] = MappingProxyType({})
+) -> Codec | None:
+    """What ``Codec.of(load_tokenizer(folder, chat_template, tokens))`` gives, as far as templates and such tokens go
+    that are special or added.
 
-    None where the two could differ: then only transformers can tell.
+    None where the two could differ: then only transformers can tell. Raises what ``add_tokens`` raises.
     """
     try:
         tokenizer_json = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -32,7 +39,11 @@ def read_codec(folder: Path, chat_template: str | None) -> Codec | None:
     # Without that key it is in another file, or the default of a class.
     if not templates or says_otherwise or unknown or "eos_token" not in special_tokens:
         return None
-    return Codec(tokenizer_json=without_additions(tokenizer_json), special_tokens=special_tokens, templates=templates)
+    codec = Codec(tokenizer_json=without_additions(tokenizer_json), special_tokens=special_tokens, templates=templates)
+    if not tokens:
+        return codec
+    add_tokens(codec.backend, tokens)
+    return replace(codec, tokenizer_json=codec.backend.to_str())
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

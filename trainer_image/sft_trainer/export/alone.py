@@ -8,7 +8,7 @@ from sft_api.checkpoints import Manifest
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.workload import ModelSpec
 from sft_trainer.checkpoint.store import Store
-from sft_trainer.data.tokenizer import load_tokenizer
+from sft_trainer.data.tokenizer import load_with_new_tokens
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.digest import base_digest, companion_digests
 from sft_trainer.models.text_part import is_part
@@ -44,7 +44,8 @@ def exported_alone(
         folder = fetch(files.uri, "model")
     other = files.tokenizer_uri
     tokenizer_folder = fetch(other, "tokenizer") if other else folder
-    model = build_on_meta(folder, config.spec.model.config_overrides)
+    tokenizer, new_tokens = load_with_new_tokens(tokenizer_folder, files.chat_template, files.new_tokens)
+    model = build_on_meta(folder, config.spec.model.config_overrides, new_tokens)
     recorded = (manifest.run.model_extra or {}).get("companions")
     if recorded and (changed := changed_companions(recorded, companion_digests(folder, tokenizer_folder))):
         warn(
@@ -61,7 +62,7 @@ def exported_alone(
         manifest=manifest,
         model=model,
         folder=folder,
-        tokenizer=load_tokenizer(tokenizer_folder, files.chat_template),
+        tokenizer=tokenizer,
         card=model_card(config, manifest, model),
         name=config.job.name,
         base=base,

@@ -63,7 +63,8 @@ class AtEnd:
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
             )
         # Of the model only names, shapes and config are asked, and the one that was trained is wrapped and sharded.
-        model = build_on_meta(self._prepared.model.path, self._config.spec.model.config_overrides)
+        of_run = self._prepared.model
+        model = build_on_meta(of_run.path, self._config.spec.model.config_overrides, of_run.new_tokens)
         exported = Exported(
             store=self._store,
             manifest=found,

@@ -33,6 +33,8 @@ _OF_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_pr
 """By which the other parts of a model of several are given images and sounds."""
 _OLDER_ROTARY = ("rope_scaling", "rope_theta")
 """Fields that configs had in place of ``rope_parameters``."""
+_VOCABULARY = "vocab_size"
+"""What is another one too where the run adds tokens."""
 _NUMBER_OF_ERROR = re.compile(r"\(os error (\d+)\)")
 """As libraries in Rust tell it, whose exceptions are no OSError."""
 
@@ -112,12 +114,16 @@ def _with_overrides(published: dict[str, Any], whole: Whole, trained: Any) -> di
     text = published.get("text_config")
     config = dict(text) if isinstance(text, dict) else dict(published)
     values = trained.to_dict()
-    for name in ConfigOverrides.model_fields:
+    for name in (*ConfigOverrides.model_fields, _VOCABULARY):
         if getattr(whole.config.text_config, name, None) != getattr(trained, name, None):
             config[name] = values[name]
             for older in _OLDER_ROTARY if name == "rope_parameters" else ():
                 config.pop(older, None)
-    return {**published, "text_config": config} if isinstance(text, dict) else config
+    if not isinstance(text, dict):
+        return config
+    if published.get(_VOCABULARY, 0) == text.get(_VOCABULARY):
+        published = {**published, _VOCABULARY: config[_VOCABULARY]}
+    return {**published, "text_config": config}
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +188,8 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
     if not config.spec.trains_all:
         facts["digest of the model"] = run.base_digest
+    if new := config.spec.model.new_tokens:
+        facts["added tokens"] = len(new)
     overrides = config.spec.model.config_overrides
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}
     base = "".join(f"base_model: {name}\n" for name in _on_the_hub([config.spec.model.uri]))
@@ -197,8 +205,13 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         f"---\nlibrary_name: {'peft' if peft else 'transformers'}\n{base}pipeline_tag: {task}\ntags:\n{tags}"
         "---\n\n"
         f"# {config.job.name}\n\nSupervised fine-tuning of `{config.spec.model.uri}` on\n\n{sources}\n\n"
-        f"| | |\n|---|---|\n{rows}\n{in_words(overrides, model.whole is not None) if peft else ''}"
+        f"| | |\n|---|---|\n{rows}\n{in_words(overrides, model.whole is not None, _more_rows(model)) if peft else ''}"
     )
+
+
+def _more_rows(model: CausalLM) -> int:
+    """How many rows its base must have for the adapters of ``model``; 0 where it has as many."""
+    return next((table.named for table in model.tables.values() if table.rows > table.stored), 0)
 
 
 def _on_the_hub(uris: Iterable[str]) -> list[str]:

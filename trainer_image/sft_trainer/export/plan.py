@@ -207,6 +207,12 @@ def _peft_entry(model: CausalLM, parameter: str, shape: tuple[int, ...], name: s
     canonical, stacked = model.names.parts(parameter, shape), stacked_adapter(model.huggingface, parameter)
     if parameter.endswith(f".{MAGNITUDE}"):
         name = f"{name}_vector"
+    if (table := model.tables.get(parameter)) is not None:
+        # As peft enlarges a base, by the number of tokens: rows that no token has would not fit into it.
+        (part,) = canonical
+        shape = (table.named, *shape[1:])
+        parts = (Part(part.name, part.shape, Rectangle((0,) * len(shape), shape), torch.float32),)
+        return Entry(f"{_PEFT_PREFIX}{model.module_of_whole(name)}", shape, parts)
     if stacked is None:
         return Entry(f"{_PEFT_PREFIX}{model.module_of_whole(name)}", shape, _as_module(canonical))
     return _adapter_of_experts(stacked, canonical, model.module_of_whole(stacked.module))

@@ -13,9 +13,11 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER_CONFIG
 from sft_api.quantised_files import FIELDS, quantised_in, reading_of, refusal
 from sft_api.v1alpha1.model_config import ConfigOverrides
+from sft_trainer.data.added_tokens import NONE_NEW
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
+from sft_trainer.names.tables import Table
 from sft_trainer.versions import build_of_class
 
 from . import llama4
@@ -70,6 +72,8 @@ class CausalLM(nn.Module):
         """In which way its files may have weights otherwise than plain, "fp8" or "mxfp4"; empty in none."""
         self.whole: Whole | None = None
         """The model that this is the text part of; None of a model of text alone."""
+        self.tables: dict[str, Table] = {}
+        """Embeddings and head, by the names of their parameters, where a run adds tokens."""
 
     def forward(
         self,
@@ -182,14 +186,16 @@ class CausalLM(nn.Module):
     def names(self) -> Names:
         """The canonical names of this architecture."""
         model: Any = self.huggingface
-        return Names.of(model.config, self.whole.files if self.whole else None)
+        place, own = self.whole.files if self.whole else None, Names.of(model.config)
+        tables = {part.name: table for name, table in self.tables.items() for part in own.parts(name, (table.rows,))}
+        return Names.of(model.config, place, tables)
 
 
-def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> CausalLM:
+def build_on_meta(path: Path, overrides: ConfigOverrides | None = None, new_tokens: range = NONE_NEW) -> CausalLM:
     """The model described by ``path/config.json`` and ``overrides``, without memory for its parameters; fp32.
 
-    Raises ``ModelError`` for a folder without a config and for architectures whose numbers would not be exact,
-    ``ConfigError`` for overrides that do not go with the model.
+    It has rows for ``new_tokens`` of its tokenizer. Raises ``ModelError`` for a folder without a config and for
+    architectures whose numbers would not be exact, ``ConfigError`` for overrides that do not go with the model.
     """
     if not (path / "config.json").is_file():
         adapters = (path / EXPORT_ADAPTER_CONFIG).is_file()
@@ -203,7 +209,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     except Exception as error:  # which class depends on the field that is wrong
         raise ModelError(f"{path}/config.json cannot be used: {_sentence(error)}") from error
     if published is None:
-        return _built(config, overrides, _reading_of(config))
+        return _built(config, overrides, _reading_of(config), new_tokens)
     read_as = _reading_of(published) or _reading_of(config)
     try:
         whole = build_whole(published)
@@ -213,7 +219,7 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     except Exception as error:  # packages that are not there, sizes that do not go together
         raise ModelError(f"a model of type {published.model_type!r} cannot be built: {_sentence(error)}") from error
     try:
-        model = _built(config, overrides, read_as, published)
+        model = _built(config, overrides, read_as, new_tokens, published)
     except ModelError as error:
         raise ModelError(
             f"of a model of type {published.model_type!r} the text part would be trained, and that is refused: {error}"
@@ -222,9 +228,11 @@ def build_on_meta(path: Path, overrides: ConfigOverrides | None = None) -> Causa
     return model
 
 
-def _built(config: Any, overrides: ConfigOverrides | None, read_as: str, published: Any = None) -> CausalLM:
-    """The model of text that ``config`` describes, whose files may have weights in the way ``read_as``; ``published``
-    is the config of which that is a part, if any."""
+def _built(
+    config: Any, overrides: ConfigOverrides | None, read_as: str, new_tokens: range, published: Any = None
+) -> CausalLM:
+    """The model of text that ``config`` describes, whose files may have weights in the way ``read_as``, with rows for
+    ``new_tokens``; ``published`` is the config of which that is a part, if any."""
     if published is None and config.model_type == llama4.KIND:
         raise ModelError(
             f"a model of type {llama4.KIND!r} by itself is not supported: name the model of images and texts that it "
@@ -236,6 +244,9 @@ def _built(config: Any, overrides: ConfigOverrides | None, read_as: str, publish
     if read_as:
         # What they are read as; an export has plain weights.
         stored_dtype = torch.bfloat16
+    table = Table(config.vocab_size, new_tokens) if new_tokens else None
+    if table is not None:
+        config.vocab_size = table.rows
     register()
     try:
         with torch.device("meta"):
@@ -280,7 +291,33 @@ def _built(config: Any, overrides: ConfigOverrides | None, read_as: str, publish
     keep_corrections(model)
     if overrides is not None:
         check_dropouts(model, overrides.given)
-    return CausalLM(model, stored_dtype, logits_of(model), read_as=read_as)
+    built = CausalLM(model, stored_dtype, logits_of(model), read_as=read_as)
+    if table is not None:
+        built.tables = _tables(built, table)
+    return built
+
+
+def _tables(model: CausalLM, table: Table) -> dict[str, Table]:
+    """``table`` by the names of the parameters of ``model`` that have its rows; a tied one has one name.
+
+    Raises ``ModelError`` where others would lack rows.
+    """
+    huggingface: Any = model.huggingface
+    names = {parameter: name for name, parameter in huggingface.named_parameters()}
+    modules = (huggingface.get_input_embeddings(), huggingface.get_output_embeddings())
+    found = {names[weight]: weight for module in modules for weight in module.parameters(recurse=False)}
+    if model.vocabulary < table.new.stop or any(len(weight) != table.rows for weight in found.values()):
+        raise ModelError(
+            f"a model of type {huggingface.config.model_type!r} has tables of tokens besides its embeddings and head, "
+            f"or others than its vocab_size says, which get no rows: there are some for {model.vocabulary} tokens, and "
+            f"with those of model.addedTokens there are {table.new.stop}; leave these out, or choose another model"
+        )
+    if (padding := huggingface.get_input_embeddings().padding_idx) in table.new:
+        raise ModelError(
+            f"config.json says that token {padding} is for padding (pad_token_id), of which embeddings learn nothing, "
+            "and it is one of model.addedTokens: correct pad_token_id, null says that there is none"
+        )
+    return dict.fromkeys(found, table)
 
 
 def _of_several_parts(config: Any) -> ModelError:

@@ -45,14 +45,15 @@ def config_of(path: Path, overrides: ConfigOverrides | None) -> Any:
     return overridden
 
 
-def in_words(overrides: ConfigOverrides | None, of_part: bool = False) -> str:
+def in_words(overrides: ConfigOverrides | None, of_part: bool = False, rows: int = 0) -> str:
     """For the card of adapters: how their base is loaded; empty where it is loaded as it is published.
 
-    The overrides are ``of_part`` where they are those of the text part of a model of several.
+    The overrides are ``of_part`` where they are those of the text part of a model of several. ``rows`` are those of its
+    embeddings where the run has added some.
     """
-    if overrides is None or not overrides.given:
+    values = overrides.given if overrides is not None else {}
+    if not values and not rows:
         return ""
-    values = overrides.given
     rotary = values.pop("rope_parameters", None)
     auto, whole = ("AutoModelForMultimodalLM", "whole") if of_part else ("AutoModelForCausalLM", "config")
     # Which model it is stands beside the card: where it lies, and its revision.
@@ -75,13 +76,16 @@ def in_words(overrides: ConfigOverrides | None, of_part: bool = False) -> str:
     lines += [f"config.{name} = {value!r}" for name, value in values.items()]
     lines += [
         f"model = {auto}.from_pretrained(base, revision=revision, config={whole})",
+        *([f"model.resize_token_embeddings({rows}, mean_resizing=False)"] if rows else []),
         "model = PeftModel.from_pretrained(model, adapters)",
     ]
     code = "\n".join(lines)
-    return (
-        "\nThe adapters were trained beside a base whose config is not the published one; beside that as it is they "
-        f"give other values. Load them so:\n\n```python\n{code}\n```\n"
+    why = (
+        "a base whose config is not the published one; beside that as it is they give other values"
+        if values
+        else "a base with rows for added tokens"
     )
+    return f"\nThe adapters were trained beside {why}. Load them so:\n\n```python\n{code}\n```\n"
 
 
 def _check_names(config: Any, values: Mapping[str, Any]) -> None:

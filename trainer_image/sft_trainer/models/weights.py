@@ -17,6 +17,7 @@ from sft_trainer.names.canonical import Divided, Names
 from sft_trainer.versions import initialize, passed_over
 
 from . import fp8
+from .added_rows import EnlargedSlices
 from .causal_lm import CausalLM
 from .mxfp4 import BLOCKS, DTYPE, SCALES, PackedSlices
 from .tensors import tied_names, whole_boxes
@@ -230,7 +231,10 @@ def _sources(boxes: Sequence[Box], names: Names, path: Path) -> Iterator[_Source
                 slices = {each: slices_of(reader_of(files[each]), each, files[each]) for each in stored[name]}
                 reader = _weight(name, slices, names)
                 for box, index in needed[name]:
-                    source = _Source(name, _upright(name, reader, box) if name in turned else reader, box, index)
+                    of_box = _upright(name, reader, box) if name in turned else reader
+                    if (table := names.tables.get(box.name)) is not None:
+                        of_box = EnlargedSlices(reader, table)
+                    source = _Source(name, of_box, box, index)
                     _check_header(source)
                     yield source
 

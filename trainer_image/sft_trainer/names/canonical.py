@@ -8,12 +8,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from .places import Place
 from .rules import RULES, Rules
+from .tables import Table
 
 VERSION = 1
+_NO_TABLES: Mapping[str, Table] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,25 @@ class Divided:
 class Names:
     """Translates names of one architecture: ``Names.of(config)``."""
 
-    def __init__(self, rules: Rules, place: Place | None = None) -> None:
+    def __init__(self, rules: Rules, place: Place | None = None, tables: Mapping[str, Table] = _NO_TABLES) -> None:
+        self.tables = tables
+        """By canonical name those that have rows of added tokens."""
         self._rules = rules
         self._place = place
         projections = "|".join(re.escape(name) for names in rules.experts.values() for name in names)
         self._stacked = re.compile(rf"(?P<experts>.*\.experts)\.(?P<projection>{projections})\.weight")
 
     @classmethod
-    def of(cls, config: Any, place: Place | None = None) -> "Names":
+    def of(cls, config: Any, place: Place | None = None, tables: Mapping[str, Table] = _NO_TABLES) -> "Names":
         """Of the architecture that ``config``, of transformers, describes.
 
-        Where such a model is a part of another one ``place`` is what it is called in the files of that.
+        Where such a model is a part of another one ``place`` is what it is called in the files of that. ``tables`` are
+        those, by canonical name, of which files have rows for other tokens.
         """
         given = RULES.get(config.model_type, Rules())
         rules = given if isinstance(given, Rules) else given(config)
-        return cls(replace(rules, experts={}) if place is not None and place.stacks_experts else rules, place)
+        own = replace(rules, experts={}) if place is not None and place.stacks_experts else rules
+        return cls(own, place, tables)
 
     def parts(self, parameter: str, shape: tuple[int, ...]) -> list[Part]:
         """The canonical tensors in ``parameter``, of the Hugging Face model, of ``shape``: they tile it.
