@@ -1,5 +1,6 @@
 """What a plan decides, a line each: its value, who made it, and from what."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from sft_api.batch import DEFAULT_GLOBAL_BATCH_SIZE, DEFAULT_GLOBAL_BATCH_TOKENS
@@ -14,6 +15,9 @@ from sft_api.v1alpha1.workload import DummyRunSpec, OptimizerSpec
 from .decisions import Decision, Origin, computed_unless, origin_of
 from .trained import Trained
 from .words import counted
+
+_TOKENS_SHOWN = 200
+"""Characters of all added tokens together."""
 
 
 def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[Decision]:
@@ -34,15 +38,16 @@ def explain(spec: SFTJobSpec, plan: Plan, found: Trained | str | None) -> list[D
     ]
 
 
-def _model(spec: SFTJobSpec) -> list[Decision]:
-    overrides = spec.model.config_overrides
-    given = overrides.given if overrides else {}
-    if not given:
-        return []
-    values = ", ".join(f"{name}: {_flow(value)}" for name, value in given.items())
+def _model(spec: SFTJobSpec) -> Iterator[Decision]:
     # What may be long stands at the end of the line.
-    count = f"{counted(len(given), 'field')} of ours"
-    return [Decision("model's config", count, Origin.GIVEN, f"model.configOverrides: {values}")]
+    if given := spec.model.config_overrides.given if spec.model.config_overrides else {}:
+        values = ", ".join(f"{name}: {_flow(value)}" for name, value in given.items())
+        fields = f"{counted(len(given), 'field')} of ours"
+        yield Decision("model's config", fields, Origin.GIVEN, f"model.configOverrides: {values}")
+    if tokens := spec.model.new_tokens:
+        special = f", {sum(tokens.values())} of them special" if any(tokens.values()) else ""
+        why = f"where the tokenizer lacks them: {' '.join(tokens)[:_TOKENS_SHOWN]}"
+        yield Decision("added tokens", f"{len(tokens)}{special}", Origin.GIVEN, why)
 
 
 def _flow(value: Any) -> str:

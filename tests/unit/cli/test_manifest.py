@@ -235,6 +235,10 @@ SENTENCES = {
     "training: {lr: 1e-5}": "unknown field spec.training.lr; did you mean spec.training.optimizer.learningRate?",
     "lora: {learningRate: 1e-4}": "unknown field spec.lora.learningRate; did you mean "
     "spec.training.optimizer.learningRate?",
+    "tokens: [<a>]": "unknown field spec.tokens; did you mean spec.model.addedTokens?",
+    "training: {add_tokens: [<a>]}": "unknown field spec.training.add_tokens; did you mean spec.model.addedTokens?",
+    "training: {additionalSpecialTokens: [<a>]}": "unknown field spec.training.additionalSpecialTokens; did you mean "
+    "spec.model.addedSpecialTokens?",
     "lora: {use_lora: true}": "unknown field spec.lora.use_lora; did you mean spec.lora?",
     "lora: {use_rslora: true}": "unknown field spec.lora.use_rslora; did you mean spec.lora.alpha: alpha times the "
     "root of the rank?",

@@ -424,6 +424,14 @@ def test_what_is_another_in_the_config_of_the_model_is_shown() -> None:
     )
 
 
+def test_added_tokens_are_shown() -> None:
+    assert "added tokens" not in decisions()
+    given = {"addedTokens": ["<a>", "<b>"], "addedSpecialTokens": ["<|c|>"]}
+    shown = decisions(model={"uri": "hf://Qwen/Qwen3-8B", **given})["added tokens"]
+    assert (shown.value, shown.origin) == ("3, 1 of them special", Origin.GIVEN)
+    assert shown.why == "where the tokenizer lacks them: <a> <b> <|c|>"
+
+
 def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
     asked = manifest(model={"uri": "hf://Qwen/Qwen3-0.6B"}, training={"steps": 3}, monitoring={"profile": {}})

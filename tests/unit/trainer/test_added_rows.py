@@ -20,6 +20,7 @@ from sft_trainer.boxes import WEIGHT, Box, Rectangle
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.data.tokenizer import load_with_new_tokens
 from sft_trainer.errors import ConfigError, ModelError
+from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.companions import _with_overrides
 from sft_trainer.export.exporting import Exported
 from sft_trainer.export.forms import Adapters
@@ -390,3 +391,30 @@ def test_a_run_begins_with_no_weights_of_one_with_other_tokens(tmp_path: Path) -
         with pytest.raises(ConfigError) as refused:
             other.find()
         assert f'with model.addedTokens ["<a>"] trained, and this one has {words}: export' in str(refused.value)
+
+
+def test_an_export_without_the_run_has_them_too(tmp_path: Path) -> None:
+    # Given a checkpoint of a run that added tokens, and no process of it
+    source = tmp_path / "model"
+    chat_tokenizer("chatml").save_pretrained(source)
+    tokens = {"<a>": False, "<b>": True}
+    _, new = load_with_new_tokens(source, None, tokens)
+    save_model("llama", source, vocab_size=new.start)
+    model = {"uri": f"file://{source}", "addedTokens": ["<a>"], "addedSpecialTokens": ["<b>"]}
+    config = resolve(manifest(tmp_path, tmp_path / "store", model=model))
+    ours, store = strategy(source, new), LocalStore(tmp_path / "store")
+    saved = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source, None, new), source))
+
+    warned = list[str]()
+    made = exported_alone(config, config.spec.model, store, saved, lambda uri, kind: source, warned.append)
+    export(made, LocalStore(tmp_path / "out"))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.tensor([5, *new, 90])
+    given = again(input_ids=ids[None]).logits[0].detach()
+    torch.testing.assert_close(given, logits_of_ours(ours, ids).detach(), rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").convert_tokens_to_ids([*tokens]) == [*new]
+    assert "| added tokens | 2 |" in (tmp_path / "out" / "README.md").read_text()
+    assert not warned
