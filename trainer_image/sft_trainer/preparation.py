@@ -18,11 +18,9 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import HELD_OUT, DataSource, SFTJobSpec
 from sft_api.v1alpha1.lora import LoraSpec
 from sft_api.v1alpha1.megatron import megatron_of
-from sft_api.v1alpha1.workload import ModelSpec
 
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
-from .data.added_tokens import NONE_NEW
 from .data.evaluation_set import EvaluationSet
 from .data.held_out import Part, all_rows, held_out_part, trained_part
 from .data.kept import KeptTokens
@@ -48,6 +46,7 @@ from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
 from .models.weights import check_tied, unread_tensors, untrained_tensors
+from .names.tables import NONE_NEW, Table
 from .prepared import Prepared, PreparedModel
 from .reporting import Reporter
 from .strategies.megatron import layout, refused
@@ -113,7 +112,8 @@ def prepare_model(
         reporter.say("%s", _part_that_is_trained(model, config))
     if model.tables:
         check_tables(model.tables, trainable_of(config))
-        reporter.say("%s", _added_in_words(spec.model, new_tokens, model))
+        table, *_ = model.tables.values()
+        reporter.say("%s", _added_in_words(len(spec.model.new_tokens), new_tokens, table))
     adapters = _first_adapters(config, model, reporter)
     if form_of(spec) == "adapter" and spec.lora is not None and (lost := taken_for_experts(model.huggingface)):
         taken = f"peft takes {', '.join(ends(lost))} of this model for its experts"
@@ -285,17 +285,12 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     )
 
 
-def _added_in_words(spec: ModelSpec, new_tokens: range, model: CausalLM) -> str:
-    """How many of the tokens of ``spec`` are new, their numbers, and where their rows are in ``model``."""
-    table, *_ = model.tables.values()
-    which = f"{new_tokens.start} to {new_tokens[-1]}" if len(new_tokens) > 1 else f"{new_tokens.start}"
-    had = (
-        f", {len(spec.new_tokens) - len(new_tokens)} were there already"
-        if len(new_tokens) < len(spec.new_tokens)
-        else ""
-    )
+def _added_in_words(asked: int, new: range, table: Table) -> str:
+    """How many of the tokens that were ``asked`` for are new, their numbers, and where their rows are."""
+    which = f"{new.start} to {new.stop - 1}" if len(new) > 1 else f"{new.start}"
+    had = f", {asked - len(new)} were there already" if len(new) < asked else ""
     rows = f"{table.rows} rows, of which files have {table.stored}" if table.rows > table.stored else "rows that it has"
-    return f"{len(new_tokens)} tokens are added, {which}{had}: in {rows}, theirs begin as the mean of all known ones"
+    return f"added tokens: {len(new)} ({which}{had}); in {rows}, they begin as the mean of all that were known"
 
 
 def _first_adapters(config: TrainerConfig, model: CausalLM, reporter: Reporter) -> FirstAdapters | None:

@@ -9,7 +9,6 @@ from sft_api.progress import Phase
 from sft_api.v1alpha1 import SFTJobSpec
 
 from .boxes import Box
-from .data.added_tokens import NONE_NEW
 from .data.batches import StepSchedule
 from .data.evaluation_set import EvaluationSet
 from .data.tokenized import TokenizedSource
@@ -18,6 +17,7 @@ from .models.attention_choice import Chosen
 from .models.causal_lm import CausalLM
 from .models.lora import initialize_adapters, is_adapter
 from .models.weights import load_weights
+from .names.tables import NONE_NEW
 from .reporting import Reporter
 
 

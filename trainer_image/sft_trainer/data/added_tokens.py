@@ -8,9 +8,6 @@ from sft_trainer.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NONE_NEW = range(0)
-"""Numbers of new tokens where there are none."""
-
 _FIELDS = {False: "model.addedTokens", True: "model.addedSpecialTokens"}
 
 

@@ -13,8 +13,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sft_trainer.errors import ModelError
+from sft_trainer.names.tables import NONE_NEW
 
-from .added_tokens import NONE_NEW, add_tokens
+from .added_tokens import add_tokens
 from .chat import ChatTemplate, TemplateRefusal, any_of
 
 if TYPE_CHECKING:

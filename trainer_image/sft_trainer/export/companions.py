@@ -211,7 +211,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
 
 def _more_rows(model: CausalLM) -> int:
     """How many rows its base must have for the adapters of ``model``; 0 where it has as many."""
-    return next((table.named for table in model.tables.values() if table.rows > table.stored), 0)
+    return next((table.named for table in model.tables.values() if table.named > table.stored), 0)
 
 
 def _on_the_hub(uris: Iterable[str]) -> list[str]:

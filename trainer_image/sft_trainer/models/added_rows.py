@@ -23,7 +23,8 @@ class EnlargedSlices:
 
     def get_shape(self) -> list[int]:
         rows, *columns = self._stored.get_shape()
-        return [rows + self._table.rows - self._table.stored, *columns]
+        # Another number than the config says is found to be that where shapes are compared.
+        return [self._table.rows if rows == self._table.stored else rows, *columns]
 
     def get_dtype(self) -> str:
         dtype: str = self._stored.get_dtype()

@@ -13,11 +13,10 @@ from torch import nn
 from sft_api.place import EXPORT_ADAPTER_CONFIG
 from sft_api.quantised_files import FIELDS, quantised_in, reading_of, refusal
 from sft_api.v1alpha1.model_config import ConfigOverrides
-from sft_trainer.data.added_tokens import NONE_NEW
 from sft_trainer.errors import ConfigError, ModelError
 from sft_trainer.loss import CROSS_ENTROPY, PRODUCTS, Logits, Objective, Slopes, evaluation_sums, linear_cross_entropy
 from sft_trainer.names.canonical import Names
-from sft_trainer.names.tables import Table
+from sft_trainer.names.tables import NONE_NEW, Table
 from sft_trainer.versions import build_of_class
 
 from . import llama4

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+NONE_NEW = range(0)
+"""Numbers of new tokens where there are none."""
 _MULTIPLE = 64
 """Of rows where a table gets more: products with a head of an odd number of columns are slow on GPUs."""
 
@@ -18,7 +20,7 @@ class Table:
     @property
     def rows(self) -> int:
         """That it has in the run: as many as in files, where these are enough."""
-        return max(self.stored, -(-self.new.stop // _MULTIPLE) * _MULTIPLE if self.new.stop > self.stored else 0)
+        return self.stored if self.named == self.stored else -(-self.named // _MULTIPLE) * _MULTIPLE
 
     @property
     def known(self) -> range:
@@ -27,5 +29,5 @@ class Table:
 
     @property
     def named(self) -> int:
-        """Rows up to that of the last token, where it got more than files have; all of them else."""
-        return self.new.stop if self.rows > self.stored else self.rows
+        """Rows up to that of the last new token, and at least those in files."""
+        return max(self.stored, self.new.stop)
