@@ -1,19 +1,16 @@
 """One export as a process of its own, beside a run that trains: ``python -m sft_trainer.export.beside FOLDER PARENT``.
 
-It shares neither memory nor the interpreter's lock with the steps, nor their random numbers, and never sees a GPU. The
-run's configuration comes on standard input. What it says on standard output is one JSON object a line: ``bytes`` read
-and written so far, a ``warning``, or the ``error`` that ends it, whether that is an ``outage`` of a store, and whether
-one is ``full``.
+It shares neither memory nor the interpreter's lock with the steps, nor their random numbers, and never sees a GPU. It
+says (``child``) how many ``bytes`` it has read and written so far, and each ``warning``.
 """
 
-import json
-import logging
 import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sft_api.checkpoints import checkpoint_id
 from sft_api.trainer_config import TrainerConfig
@@ -24,39 +21,21 @@ from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.group import CheckpointGroup
 from sft_trainer.checkpoint.opening import store_at, store_of
 from sft_trainer.checkpoint.store import S3Settings
-from sft_trainer.errors import StorageFullError, TrainingError
 from sft_trainer.fetch import localise
-from sft_trainer.outage import is_outage
 from sft_trainer.place import read_record
 from sft_trainer.revisions import pinned
-from sft_trainer.supervisor.parent import die_with
 from sft_trainer.topology import ALONE
 
 from .alone import exported_alone
+from .child import run, say
 from .exporting import export_checkpoint
 
 _NICE = 5
 _EVERY_SECONDS = 1.0
 
 
-def main() -> int:
-    """Export the checkpoint that the command line names, of the run on standard input; the exit code."""
-    die_with(int(sys.argv[2]))
-    os.nice(_NICE)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s export: %(message)s")
-    config = TrainerConfig.model_validate_json(sys.stdin.read())
-    try:
-        _export(config, sys.argv[1])
-    except TrainingError as error:
-        _say(error=str(error), outage=is_outage(error), full=isinstance(error, StorageFullError))
-        return 1
-    except Exception as error:
-        _say(error=f"{type(error).__name__}: {error}", outage=False, full=False)
-        return 1
-    return 0
-
-
 def _export(config: TrainerConfig, folder: str) -> None:
+    os.nice(_NICE)
     s3 = S3Settings.from_spec(config.spec.checkpoint.s3)
     store = store_of(config)
     identity = checkpoint_id(folder)
@@ -71,7 +50,7 @@ def _export(config: TrainerConfig, folder: str) -> None:
         return localise(uri, cache_directory(), s3, os.environ.get("HF_TOKEN"), kind=kind, on_progress=counted.reach)
 
     files = pinned(config, record.revisions if record else {}).spec.model
-    exported = exported_alone(config, files, store, found, fetch, lambda text: _say(warning=text))
+    exported = exported_alone(config, files, store, found, fetch, lambda text: say(warning=text))
     target = store_at(step_export(config.export_uri, found.step), config)
     export_checkpoint(exported, target, CheckpointGroup(ALONE), on_bytes=counted.add)
 
@@ -89,16 +68,12 @@ class _Counted:
             self._bytes += count
             if time.monotonic() - self._said >= _EVERY_SECONDS:
                 self._said = time.monotonic()
-                _say(bytes=self._bytes)
+                say(bytes=self._bytes)
 
     def reach(self, count: int) -> None:
         """So many were fetched by now of something that is counted by itself."""
         self.add(0)
 
 
-def _say(**words: Any) -> None:
-    print(json.dumps(words), flush=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(partial(_export, folder=sys.argv[1]), "export", int(sys.argv[2])))
