@@ -16,7 +16,7 @@ from sft_trainer.supervisor.cgroup import Cgroup, available_cpus
 from sft_trainer.supervisor.clock import AwakeClock
 from sft_trainer.supervisor.output import MAX_LINE_BYTES, Forwarder, Output
 from sft_trainer.supervisor.workers import Workers
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def control_group(folder: Path, membership: str, files: dict[str, str]) -> Cgroup:
@@ -138,7 +138,7 @@ def test_nothing_is_lost_where_standard_output_does_not_block() -> None:
     # When it reads only once no more fits
     wait_until(lambda: not select.select([], [write], [], 0)[1])
     received = b""
-    while len(received) < 10 * len(line) and select.select([read], [], [], 5)[0]:
+    while len(received) < 10 * len(line) and select.select([read], [], [], PATIENCE_SECONDS)[0]:
         received += os.read(read, 2**16)
 
     # Then all has come
