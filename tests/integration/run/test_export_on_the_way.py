@@ -60,16 +60,6 @@ def test_each_is_what_an_export_of_its_checkpoint_is(place: Place, sections: dic
     assert not [text for text in ended.status["warnings"] if "export" in text]
 
 
-def test_checkpoints_wait_for_their_export_and_not_longer(place: Place) -> None:
-    # Given a run that keeps one checkpoint, and is through before the first export has begun
-    ended = place.run(place.job(**{**EVERY_TWO, "checkpoint": {"everySteps": 1, "keep": {"last": 1}}}))
-
-    # Then it is made, and one checkpoint is left
-    assert ended.code == 0, ended.said
-    assert folders(place.store() / "export") == ["step-00000002"]
-    assert [each.name for each in (place.store() / "checkpoints").iterdir()] == ["step-00000003-a00001"]
-
-
 @pytest.fixture
 def way(versitygw: ObjectStore) -> Iterator[Gate]:
     """A bucket, and a way to it that does not let the end of the first export through."""
@@ -98,9 +88,10 @@ def job_of(place: Place, way: Gate, versitygw: ObjectStore, run: str, steps: int
 def test_one_that_is_killed_in_the_middle_goes_on_with_what_is_missing(
     place: Place, versitygw: ObjectStore, way: Gate
 ) -> None:
-    # Given a run that is through but for its export on the way
-    export = versitygw.folder / BUCKET / "killed" / "export" / "step-00000010"
-    process = begun(place.start(job_of(place, way, versitygw, "killed", 10), **credentials(versitygw)), way)
+    # Given a run that keeps one checkpoint, and is through but for its export on the way, of another one
+    run = versitygw.folder / BUCKET / "killed"
+    export = run / "export" / "step-00000010"
+    process = begun(place.start(job_of(place, way, versitygw, "killed", 11), **credentials(versitygw)), way)
     written = (export / "model.safetensors").stat()
     assert (export / EXPORT_MARK).exists()
 
@@ -117,6 +108,10 @@ def test_one_that_is_killed_in_the_middle_goes_on_with_what_is_missing(
     assert (export / "config.json").exists()
     assert not (export / EXPORT_MARK).exists()
     assert [each["step"] for each in ended.status["exports"]] == [10]
+
+    # And its checkpoint was kept for it, and not longer
+    (left,) = (run / "checkpoints").iterdir()
+    assert left.name.startswith("step-00000011-")
 
 
 def test_a_run_that_is_stopped_while_it_exports_makes_it_up(place: Place, versitygw: ObjectStore, way: Gate) -> None:
