@@ -108,6 +108,7 @@ def test_what_imports_may_have_read_or_begins_with_the_interpreter_is_a_new_proc
     assert not is_fork(*ours, PYTHONPATH="custom", HF_HOME="there")
     assert not is_fork(*ours, PYTHONPATH="here", HF_HOME="another")
     assert not is_fork(*ours, PYTHONPATH="here")
+    assert is_fork(*ours, **imported, HF_TOKEN="hf_another")
     assert not is_fork(*ours, **imported, HF_ENDPOINT="http://127.0.0.1")
     assert not is_fork("/usr/bin/python3", *ours[1:], **imported)
     assert not is_fork(sys.executable, "-m", "sft_trainer", **imported)
