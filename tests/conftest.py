@@ -41,12 +41,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
 _TOGETHER = ("tests/e2e/", "tests/integration/operator/")
 """Folders whose tests share a node, or a control plane and an operator: they run one after the other."""
 _MOSTLY_WAIT = (
+    "tests/e2e/",
     "tests/integration/checkpoint/test_store_failures.py",
     "tests/integration/operator/",
     "tests/integration/run/test_outages.py",
     "tests/integration/supervisor/",
 )
-"""What leaves most of a processor to others, and is patient where they take all of it."""
+"""What mostly leaves a processor to others, and is patient where they take all of it."""
 
 
 @pytest.hookimpl(optionalhook=True)
