@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import pytest_xdist_make_scheduler
+from sft_api.generate import ROOT
+from tests.conftest import _MOSTLY_WAIT, _TOGETHER, pytest_xdist_make_scheduler
 
 WAITING = [f"tests/integration/{file}::test_{n}" for file in ("operator/a.py", "operator/b.py") for n in range(4)]
 OTHERS = [f"tests/unit/test_{file:02}.py::test_{n}" for file in range(12) for n in range(4)]
@@ -89,3 +90,8 @@ def test_whoever_is_slow_everything_is_run_and_what_waits_is_no_reason_to_stand_
     helped = [name for process in processes[:2] for name in process if name in WAITING + more]
     assert bool(helped) == (slow == 2)
     assert bool(set(processes[2]) & set(OTHERS)) == (slow == 0)
+
+
+@pytest.mark.parametrize("place", sorted({*_TOGETHER, *_MOSTLY_WAIT}))
+def test_what_is_dealt_by_its_place_is_there(place: str) -> None:
+    assert (ROOT / place).exists()
