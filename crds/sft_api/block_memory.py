@@ -313,6 +313,9 @@ def _mlp(shape: ModelShape, asked: _Asked) -> _Part:
         working = shape.chosen * (computed * (3 * width + (0 if family.ungated else 2) * inner))
         if family.weighed_in_fp32 and computed < 4:
             working += shape.chosen * 8 * width
+        if family.scales_inputs:
+            # The gradient of each scaled input, and its product with that: of few experts that is most.
+            working = max(working, computed * (5 + 2 * shape.chosen) * width)
         if shape.has_norms_beside:
             # The gradient of what the MLP gave waits for that of experts, as does that of what both read.
             working += 2 * computed * width

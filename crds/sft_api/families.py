@@ -92,6 +92,8 @@ class Family:
     """The linear layer whose one output it is weighed by; empty where there is none."""
     weighed_in_fp32: bool = False
     """Whether the outputs of experts are multiplied by what the router gives in fp32."""
+    scales_inputs: bool = False
+    """Whether what goes into experts is multiplied by what the router gives, and not what comes out of them."""
     routed_in_fp32: bool = False
     """Whether a router computes its logits in fp32."""
     beside: bool = False
@@ -292,6 +294,7 @@ FAMILIES: Mapping[str, Family] = {
         dense_size="intermediate_size_mlp",
         shared="shared_expert",
         shared_field="intermediate_size",
+        scales_inputs=True,
         balanced=False,
         uncompiled="has attention in chunks, whose layers cannot be compiled",
         turned=True,

@@ -404,8 +404,8 @@ def wrong_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if str(config.get("model_type")) not in FAMILIES:
         return {}
     family = _family_of(config)
-    counts = {*_EXPERTS, *_CHOSEN} - {*_listed_counts(config)} if family.mixture else set[str]()
-    names = (*_sizes_of(family), *sorted(counts))
+    counts = (*_EXPERTS, *_CHOSEN) if family.mixture else ()
+    names = [*_sizes_of(family), *(name for name in counts if not isinstance(config.get(name), list))]
     wrong = {name: config[name] for name in names if config.get(name) is not None and _size(config, name) is None}
     experts, chosen = _any_size(config, _EXPERTS), _any_size(config, _CHOSEN)
     if family.mixture and experts and chosen and chosen > experts:

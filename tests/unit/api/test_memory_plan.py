@@ -384,6 +384,7 @@ def test_what_a_known_model_cannot_be_trained_with_is_refused(gpus: int) -> None
         "training.compile is true, but hf://openai/gpt-oss-20b has experts with biases, whose layers cannot be "
         "compiled: leave the field out"
     )
+    assert "has attention in chunks" in refused({"uri": "hf://meta-llama/Llama-4-Scout-17B-16E"}, compiled)
 
 
 @pytest.mark.parametrize(

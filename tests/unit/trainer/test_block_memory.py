@@ -323,7 +323,12 @@ def test_each_kind_of_block_keeps_what_the_formula_says(kind: str, how: Any, com
 
 _UNCOUNTED = ("afmoe",)
 """Of this mixture there is no formula."""
-_COUNTED = [*PUBLISHED, *(each for each in PUBLISHED_OF_EXPERTS if each[0] not in _UNCOUNTED)]
+_COUNTED = [
+    *PUBLISHED,
+    *(each for each in PUBLISHED_OF_EXPERTS if each[0] not in _UNCOUNTED),
+    # Scout, but for its number of layers
+    ("llama4_text", {"num_hidden_layers": 4}),
+]
 
 
 @pytest.mark.parametrize(("kind", "options"), _COUNTED)
