@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -18,7 +19,15 @@ from botocore.exceptions import (
 )
 
 from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
-from sft_trainer.checkpoint.s3_errors import Place, PreconditionFailed, UploadGone, is_transient, retrying, translated
+from sft_trainer.checkpoint.s3_errors import (
+    PerhapsDone,
+    Place,
+    PreconditionFailed,
+    UploadGone,
+    is_transient,
+    retrying,
+    translated,
+)
 from sft_trainer.errors import (
     AccessDeniedError,
     StorageFullError,
@@ -187,3 +196,10 @@ def test_ambiguous_answers_say_whether_there_was_an_earlier_try() -> None:
         with pytest.raises(UploadGone) as gone:
             retrying(answers(refusal(code, 404)), PLACE, 10)
         assert isinstance(gone.value, StorageUnavailableError)
+
+
+@pytest.mark.parametrize("kind", [PreconditionFailed, UploadGone])
+def test_what_an_earlier_try_may_be_the_reason_of_is_told_to_other_ranks(kind: type[PerhapsDone]) -> None:
+    for retried in (False, True):
+        told = pickle.loads(pickle.dumps(kind("the upload was aborted", retried)))
+        assert (type(told), str(told), told.retried) == (kind, "the upload was aborted", retried)

@@ -105,8 +105,8 @@ class AnswerOfAnother(Exception):
 class PerhapsDone(StorageUnavailableError):
     """A refusal that an earlier try of the same request may be the reason of."""
 
-    def __init__(self, message: str, retried: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, retried: bool = False) -> None:
+        super().__init__(message)  # by this alone other ranks make it anew, which are sent it
         self.retried = retried
         """Whether there was one, which got no answer: what it asked for may have been done unheard."""
 
