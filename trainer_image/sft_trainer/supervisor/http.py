@@ -13,6 +13,8 @@ from dataclasses import dataclass
 MAX_HEAD_BYTES = 16_384
 MAX_BODY_BYTES = 65_536
 MAX_ANSWER_BYTES = 4_194_304
+_MOST_DIGITS = 16
+"""Of a length or a status. Of thousands Python makes no number, but an error."""
 READ_SECONDS = 30.0
 """A connection without a request for so long is closed."""
 NAME_SECONDS = 30.0
@@ -59,8 +61,8 @@ async def _read_message(reader: asyncio.StreamReader, limit: int) -> tuple[str, 
     if "transfer-encoding" in headers:
         raise MalformedError("transfer-encoding is not supported")
     length = headers.get("content-length", "0")
-    if not length.isdecimal() or int(length) > limit:
-        raise MalformedError(f"content-length {length} is not a number up to {limit}")
+    if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > limit:
+        raise MalformedError(f"content-length {length[:80]} is not a number up to {limit}")
     return first, headers, await reader.readexactly(int(length))
 
 
@@ -136,7 +138,7 @@ class Client:
                 await writer.drain()
                 first, headers, content = await _read_message(reader, MAX_ANSWER_BYTES)
                 words = first.split(" ", 2)
-                if len(words) < 2 or not words[1].isdecimal():
+                if len(words) < 2 or not words[1].isdecimal() or len(words[1]) > _MOST_DIGITS:
                     raise MalformedError(f"not a status line: {first[:80]!r}")
                 self.peer = str(writer.get_extra_info("peername")[0])
         except BaseException:
