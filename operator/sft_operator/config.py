@@ -249,4 +249,7 @@ def load_settings(path: Path | None, **flags: JsonValue) -> Settings:
     read.
     """
     document = yaml.safe_load(path.read_bytes()) or {} if path else {}
-    return Settings.model_validate({**document, **flags} if isinstance(document, dict) else document)
+    if isinstance(document, dict):
+        # A file may also have our own spelling of a name, and a setting that has two is refused.
+        document = {name: value for name, value in document.items() if to_camel(str(name)) not in flags} | flags
+    return Settings.model_validate(document)

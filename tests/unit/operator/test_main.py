@@ -13,6 +13,7 @@ import yaml
 
 from sft_api.trust import VARIABLES
 from sft_operator import __main__ as operator
+from sft_operator.config import load_settings
 from tests.certificates import self_signed
 
 
@@ -43,6 +44,15 @@ def test_it_trusts_the_platforms_authorities_besides(begun: list[bytes], tmp_pat
     assert plain == b""
     assert own.endswith(certificate.read_bytes())
     assert own.count(b"BEGIN CERTIFICATE") > 50
+
+
+@pytest.mark.parametrize("name", ["httpPort", "http_port"])
+def test_a_flag_goes_before_the_file_however_that_spells_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({name: 9000, "namespace": "jobs"}))
+
+    settings = load_settings(tmp_path / "config.yaml", httpPort=9001)
+
+    assert (settings.http_port, settings.namespace) == (9001, "jobs")
 
 
 @pytest.mark.parametrize(
