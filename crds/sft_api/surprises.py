@@ -82,10 +82,14 @@ def _original_warning(spec: SFTJobSpec, positions: int | None) -> str:
 def _muon_warning(spec: SFTJobSpec, shape: ModelShape | None) -> str:
     if not spec.training.optimizer.is_muon or shape is None or trained_in_matrices_of_blocks(shape, spec):
         return ""
-    named = ", ".join(spec.training.trainable_modules or ())
+    given = {
+        "lora.targetModules": spec.lora and spec.lora.target_modules,
+        "training.trainableModules": spec.training.trainable_modules,
+    }
+    named = [f"{field} ({', '.join(names)})" for field, names in given.items() if names]
     return (
-        f"training.optimizer.type is muon, and training.trainableModules ({named}) names no matrix of a layer, which "
-        "it is for: all is trained by AdamW; set the type to adamw, or name layers"
+        f"training.optimizer.type is muon, and {' and '.join(named)} {'name' if len(named) > 1 else 'names'} no matrix "
+        "of a layer, which it is for: all is trained by AdamW; set the type to adamw, or name layers"
     )
 
 

@@ -59,6 +59,12 @@ def test_muon_without_a_matrix_of_a_layer_is_warned_of() -> None:
     (warning,) = warned("lm_head", "norm")
     assert warning.startswith("training.optimizer.type is muon, and training.trainableModules (lm_head, norm) names no")
     assert warned() == warned("lm_head", "mlp.down_proj") == warned("lm_head", lora={}) == []
+    # Adapters may be those of the head alone
+    head = {"targetModules": ["lm_head"]}
+    (warning,) = warned(lora=head)
+    assert "and lora.targetModules (lm_head) names no matrix" in warning
+    (warning,) = warned("norm", lora=head)
+    assert "and lora.targetModules (lm_head) and training.trainableModules (norm) name no matrix" in warning
     # What an unknown model has nobody knows here
     assert warned("lm_head", uri="s3://models/own") == []
 
