@@ -126,6 +126,20 @@ def test_those_that_the_tokenizer_has_from_an_earlier_run_stay_as_they_are(folde
         ),
         ({"a": False}, "model.addedTokens has 'a', which is an ordinary token of the tokenizer already: leave it out"),
         (
+            {"好": False},
+            "model.addedTokens has '好', which is an ordinary token of the tokenizer already: leave it out",
+        ),
+        (
+            {"=<|im_e": False},
+            "model.addedTokens has '=<|im_e', whose end '<|im_e' is how the special token '<|im_end|>' begins, which "
+            "would not be found behind '=' any more: choose another name for it",
+        ),
+        (
+            {"_call>": False},
+            "model.addedTokens has '_call>', which is a part of '<tool_call>': the tokenizer has that already, and "
+            "would not find it any more: choose another name for it",
+        ),
+        (
             {"!<|im_end|>": False},
             "model.addedTokens has '!<|im_end|>', in which the special token '<|im_end|>' would not be found any more: "
             "choose another name for it",
@@ -152,3 +166,9 @@ def test_a_tokenizer_whose_numbers_have_gaps_gives_none_away_twice() -> None:
     closed = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     closed.add_tokens([AddedToken("<c>")])
     assert add_tokens(closed, {"<a>": False}) == range(3, 4)
+
+
+@pytest.mark.parametrize("token", ["###", "好你", "<|im", "im_end|>"])
+def test_what_takes_nothing_from_others_is_added(folder: Path, token: str) -> None:
+    codec = Codec.of(load_tokenizer(folder, None, {token: True}))
+    assert pieces(codec, f"a{token}<|im_end|>{token}") == ["a", token, "<|im_end|>", token]

@@ -1,6 +1,7 @@
 """Tokens that a run gives its tokenizer: ``model.addedTokens`` and ``model.addedSpecialTokens``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from sft_trainer.errors import ConfigError, ModelError
@@ -22,10 +23,9 @@ def add_tokens(backend: "Tokenizer", tokens: Mapping[str, bool]) -> range:
     vocabulary = backend.get_vocab(with_added_tokens=True)
     new = _lacking(backend, vocabulary, tokens)
     first = 1 + max(vocabulary.values())
-    for token in new:
-        # As they are written, whatever a normalizer makes of other text, and without the white space around them.
-        added = AddedToken(token, normalized=False, special=tokens[token])
-        (backend.add_special_tokens if tokens[token] else backend.add_tokens)([added])
+    # As they are written, whatever a normalizer makes of other text, and without the white space around them. All at
+    # once: whatever finds tokens in a text is made anew by each call.
+    backend.add_tokens([AddedToken(token, normalized=False, special=tokens[token]) for token in new])
     numbers = [backend.token_to_id(token) for token in new]
     if numbers != [*range(first, first + len(new))]:
         raise ModelError(
@@ -37,8 +37,11 @@ def add_tokens(backend: "Tokenizer", tokens: Mapping[str, bool]) -> range:
 
 def _lacking(backend: "Tokenizer", vocabulary: Mapping[str, int], tokens: Mapping[str, bool]) -> list[str]:
     """Those of ``tokens`` that are not in the ``vocabulary``; a ``ConfigError`` for such as cannot be added."""
-    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    added = [*backend.get_added_tokens_decoder().values()]
+    known = {token.content: token.special for token in added}
+    normalized = [token.content for token in added if token.normalized]
     special = [token for token, is_special in (known | dict(tokens)).items() if is_special]
+    begins = {other[:length]: other for other in reversed(special) for length in range(1, len(other))}
     lacking = list[str]()
     for token, is_special in tokens.items():
         field = _FIELDS[is_special]
@@ -49,7 +52,7 @@ def _lacking(backend: "Tokenizer", vocabulary: Mapping[str, int], tokens: Mappin
                     f"{field} has {token!r}, which is {how} of the tokenizer already: write it into "
                     f"{_FIELDS[known[token]]}, or leave it out"
                 )
-        elif token in vocabulary:
+        elif token in vocabulary or _is_ordinary(token, backend):
             raise ConfigError(
                 f"{field} has {token!r}, which is an ordinary token of the tokenizer already: leave it out"
             )
@@ -58,6 +61,30 @@ def _lacking(backend: "Tokenizer", vocabulary: Mapping[str, int], tokens: Mappin
                 f"{field} has {token!r}, in which the special token {inner!r} would not be found any more: choose "
                 "another name for it"
             )
+        elif end := next((end for end in _ends(token) if begins.get(end, token) != token), None):
+            raise ConfigError(
+                f"{field} has {token!r}, whose end {end!r} is how the special token {begins[end]!r} begins, which "
+                f"would not be found behind {token.removesuffix(end)!r} any more: choose another name for it"
+            )
+        elif outer := next((other for other in normalized if token in other), None):
+            # Of those that are normalised only what the others have left is searched.
+            raise ConfigError(
+                f"{field} has {token!r}, which is a part of {outer!r}: the tokenizer has that already, and would not "
+                "find it any more: choose another name for it"
+            )
         else:
             lacking.append(token)
     return lacking
+
+
+def _ends(token: str) -> Iterator[str]:
+    """What is left of ``token`` without its first characters, the longest first."""
+    return (token[start:] for start in range(1, len(token)))
+
+
+def _is_ordinary(token: str, backend: "Tokenizer") -> bool:
+    """Whether ``backend`` makes one token of it, by whatever name: byte-level vocabularies spell 你好 as ä½łå¥½."""
+    encoding = backend.encode(token, add_special_tokens=False)
+    numbers = [*compress(encoding.ids, encoding.attention_mask)]  # some backends pad
+    # One that stands for all that is unknown, or for the text in lower case, is another text.
+    return len(numbers) == 1 and backend.decode(numbers, skip_special_tokens=False) == token
