@@ -488,14 +488,14 @@ def _differences(path: str, here: Any, there: Any) -> list[str]:
     if path == _SOURCES and isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = enumerate(zip(here, there, strict=True))
         return [line for index, (a, b) in pairs if a != b for line in _in_source(f"{path}[{index}]", a, b)]
-    return [f"{path}: {_quoted(here)} -> {_quoted(there)}"]
+    return [f"{path}: {quoted(here)} -> {quoted(there)}"]
 
 
 def _in_source(path: str, here: Any, there: Any) -> list[str]:
     if not (isinstance(here, dict) and isinstance(there, dict)):
-        return [f"{path}: {_quoted(here)} -> {_quoted(there)}"]
+        return [f"{path}: {quoted(here)} -> {quoted(there)}"]
     both = [(name, *(s.get(name, _SOURCE_DEFAULTS.get(name)) for s in (here, there))) for name in {**here, **there}]
-    return [f"{path}.{name}: {_quoted(a)} -> {_quoted(b)}" for name, a, b in both if a != b]
+    return [f"{path}.{name}: {quoted(a)} -> {quoted(b)}" for name, a, b in both if a != b]
 
 
 _RowsOf = tuple[JsonValue, JsonValue, tuple[Slice, ...]]
@@ -523,6 +523,7 @@ def _begin_alike(one: _RowsOf, other: _RowsOf) -> bool:
     return len(begins) == 2 and begins[0] == begins[1]
 
 
-def _quoted(value: Any) -> str:
+def quoted(value: Any) -> str:
+    """``value`` as it is told: as it is written, and not without end."""
     text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"

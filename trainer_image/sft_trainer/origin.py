@@ -5,12 +5,11 @@ checkpoint it is, the record of the run says by its content from the first start
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sft_api.checkpoints import Manifest, RunState
-from sft_api.numbers import Numbers, NumbersError
+from sft_api.numbers import Numbers, NumbersError, quoted
 from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError, doubts_of_weights
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.runtime import OriginSpec
@@ -139,8 +138,8 @@ class Origin:
             if (here := mine.values.get(field)) != (there := theirs.values.get(field)):
                 raise ConfigError(
                     f"{self.uri}, which {ORIGIN_FIELD} names, holds what a run with {field} "
-                    f"{json.dumps(there) if there else '(none)'} trained, and this one has "
-                    f"{json.dumps(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
+                    f"{quoted(there) if there else '(none)'} trained, and this one has "
+                    f"{quoted(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
                     f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
                 )
         weights = "some weights" if mine.values.get(_MODULES) else "all weights"

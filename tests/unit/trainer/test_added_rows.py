@@ -391,6 +391,11 @@ def test_a_run_begins_with_no_weights_of_one_with_other_tokens(tmp_path: Path) -
         with pytest.raises(ConfigError) as refused:
             other.find()
         assert f'with model.addedTokens ["<a>"] trained, and this one has {words}: export' in str(refused.value)
+    # And of a thousand it shows some, as they are written
+    many = origin([f"<é{number}>" for number in range(1000)])
+    assert many is not None
+    with pytest.raises(ConfigError, match=r'this one has \["<é0>", "<é1>", [^:]{1,120}…: export'):
+        many.find()
 
 
 def test_an_export_without_the_run_has_them_too(tmp_path: Path) -> None:
