@@ -236,6 +236,8 @@ SENTENCES = {
     "lora: {learningRate: 1e-4}": "unknown field spec.lora.learningRate; did you mean "
     "spec.training.optimizer.learningRate?",
     "tokens: [<a>]": "unknown field spec.tokens; did you mean spec.model.addedTokens?",
+    "additionalTokens: [<a>]": "unknown field spec.additionalTokens; did you mean spec.model.addedTokens?",
+    "resizeTokenEmbeddings: 8": "unknown field spec.resizeTokenEmbeddings; did you mean spec.model.addedTokens?",
     "training: {add_tokens: [<a>]}": "unknown field spec.training.add_tokens; did you mean spec.model.addedTokens?",
     "training: {additionalSpecialTokens: [<a>]}": "unknown field spec.training.additionalSpecialTokens; did you mean "
     "spec.model.addedSpecialTokens?",
