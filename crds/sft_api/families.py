@@ -371,7 +371,10 @@ FAMILIES: Mapping[str, Family] = {
         **_ROUTED,
     ),
     "glm4v_moe_text": Family(
-        attention_bias=True, output_bias_field="", unsaid=(("first_k_dense_replace", 1),), **_ROUTED
+        attention_bias=True,
+        output_bias_field="",
+        unsaid=(("first_k_dense_replace", 1),),
+        **{**_ROUTED, "balanced": True},
     ),
     "solar_open": Family(head_size=128, **{**_ROUTED, "dense": ""}),
     "youtu": Family(latent=True, tied=True),

@@ -59,7 +59,7 @@ PROVEN = (
 )
 """Types whose loss, gradients and names in files are compared with transformers' own by a test."""
 _BIASED = ("gpt_oss",)
-_UNBALANCED = (llama4.KIND,)
+UNBALANCED = (llama4.KIND,)
 """Types whose config has a coefficient, and for which transformers computes no loss of routers."""
 _CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 """Fields of a config by one of which it says how many experts a token is sent to, or by an alias of the first."""
@@ -197,7 +197,7 @@ def check_balances(model: Any) -> None:
     kind = model.config.model_type
     if not has_experts(model):
         why = "sends no tokens to experts"
-    elif kind in _UNBALANCED or not hasattr(type(model.config)(), "router_aux_loss_coef"):
+    elif kind in UNBALANCED or not hasattr(type(model.config)(), "router_aux_loss_coef"):
         # Not the config of the model: it has whatever its file says.
         why = "was not trained with a load-balancing loss: transformers knows none for it"
     else:
