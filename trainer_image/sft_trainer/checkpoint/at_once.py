@@ -1,7 +1,7 @@
 """The same work on many things, several of them at a time."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -17,7 +17,7 @@ def at_once(work: Callable[[T], R], things: Iterable[T], *, most: int, what: str
     with ThreadPoolExecutor(most, thread_name_prefix=what) as pool:
         begun = [pool.submit(work, thing) for thing in things]
         try:
-            return [one.result() for one in begun]
-        except BaseException:
+            wait(begun, return_when=FIRST_EXCEPTION)  # whichever that is: those before it may take long
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
+        return [one.result() for one in begun]
