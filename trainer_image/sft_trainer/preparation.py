@@ -189,7 +189,7 @@ def prepare(
     loaded = functools.cache(functools.partial(_tokenizer, spec, reporter))
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = prepare_model(config, reporter, device, loaded)
-    tokenizer_path, tokenizer, _ = loaded(model.path)
+    tokenizer_path, tokenizer, new_tokens = loaded(model.path)
 
     def opened(source: DataSource) -> SourceRows:
         reporter.phase(Phase.LOADING, f"looking for {source.uri}")
@@ -239,7 +239,7 @@ def prepare(
     if held_out:
         evaluation[HELD_OUT] = EvaluationSet(held_out)
     sources = [*train, *(source for each in evaluation.values() for source in each.sources)]
-    check_vocabulary(tokenizer, sources, model.blueprint.vocabulary)
+    check_vocabulary(tokenizer, new_tokens, sources, model.blueprint)
     steps, epoch_size = plan_steps(spec, config.plan, train, KeptBins(spec, config.plan, train, cache_directory()))
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
@@ -318,14 +318,17 @@ def _adapters_in_words(lora: LoraSpec, layers: Sequence[str], stacked: Collectio
         yield f"adapters of rank {lora.rank_of_experts} on {where}"
 
 
-def check_vocabulary(tokenizer: Any, sources: Sequence[TokenizedSource], embeddings: int) -> None:
-    """Raise ``ModelError`` when ``sources`` hold tokens for which the model has no embedding.
+def check_vocabulary(tokenizer: Any, new: range, sources: Sequence[TokenizedSource], model: CausalLM) -> None:
+    """Raise ``ModelError`` when ``sources`` hold tokens for which the files of ``model`` have no embedding, but for
+    those that are ``new``.
 
     Some models come with a tokenizer that has more tokens than the model: that alone is no error.
     """
-    if max(tokenizer.get_vocab().values()) < embeddings:
+    embeddings = min([model.vocabulary, *(table.stored for table in model.tables.values())])
+    tokens = new.start if new else 1 + max(tokenizer.get_vocab().values())
+    if tokens <= embeddings:
         return
-    largest = max(source.largest_token for source in sources)
+    largest = max(source.largest_token(below=tokens) for source in sources)
     if largest >= embeddings:
         raise ModelError(
             f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "

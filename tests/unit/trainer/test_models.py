@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from sft_api.sequence_parallel import IN_ORDER
+from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.errors import ModelError
 from sft_trainer.models.attention import (
     IMPLEMENTATION,
@@ -24,6 +26,7 @@ from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
+from sft_trainer.names.tables import NONE_NEW
 from sft_trainer.preparation import check_vocabulary
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
@@ -412,15 +415,35 @@ def test_a_head_that_computes_more_than_a_product_is_refused(tmp_path: Path) -> 
         build_on_meta(tmp_path)
 
 
+def tokenized(*tokens: int) -> TokenizedSource:
+    """A source whose examples have these."""
+    source = TokenizedSource.__new__(TokenizedSource)
+    source._batches = [SimpleNamespace(input_ids=np.array(tokens, np.int32))]  # type: ignore[list-item]
+    return source
+
+
 def test_tokens_without_an_input_of_each_block_are_refused(tmp_path: Path) -> None:
     # Given a model of type Gemma 4 whose second table of embeddings has fewer rows than the first
     save_config("gemma4_text", tmp_path, vocab_size=128, vocab_size_per_layer_input=100)
-    vocabulary = build_on_meta(tmp_path).vocabulary
+    model = build_on_meta(tmp_path)
     tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"last": 127})
 
-    check_vocabulary(tokenizer, [SimpleNamespace(largest_token=99)], vocabulary)  # type: ignore[list-item]
+    check_vocabulary(tokenizer, NONE_NEW, [tokenized(99)], model)
     with pytest.raises(ModelError, match=r"gives token 100, but the model has embeddings for 100 tokens only"):
-        check_vocabulary(tokenizer, [SimpleNamespace(largest_token=100)], vocabulary)  # type: ignore[list-item]
+        check_vocabulary(tokenizer, NONE_NEW, [tokenized(99), tokenized(3, 100)], model)
+
+
+def test_tokens_that_files_have_no_rows_for_are_refused_beside_new_ones(tmp_path: Path) -> None:
+    # Given a model of 128 tokens, and a tokenizer of 140 before the run adds two
+    save_config("llama", tmp_path, vocab_size=128)
+    new = range(140, 142)
+    model = build_on_meta(tmp_path, None, new)
+    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"last": 141})
+
+    # Then rows may have the new ones, and of the others those that the model knows
+    check_vocabulary(tokenizer, new, [tokenized(127, 141), tokenized(140)], model)
+    with pytest.raises(ModelError, match=r"gives token 130, but the model has embeddings for 128 tokens only"):
+        check_vocabulary(tokenizer, new, [tokenized(127, 130, 141)], model)
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:
