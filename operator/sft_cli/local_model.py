@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from sft_api.deletion import deletion_warnings
 from sft_api.gpus import declared_gpu_memory
 from sft_api.known_models import known_shape
 from sft_api.layers import linear_of
@@ -50,7 +51,7 @@ def fit_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> Fit:
     return Fit(refused=problem) if problem else judge(spec, plan, shape=shape)
 
 
-def profile_warning(spec: SFTJobSpec) -> str:
+def _profile_warning(spec: SFTJobSpec) -> str:
     """That nobody knows here whether it fits, of a job whose GPUs a profile of the platform names; else empty."""
     profile = spec.compute.pod_profile
     if profile is None or spec.compute.gpus_per_node == 0 or declared_gpu_memory(spec) is not None:
@@ -61,7 +62,7 @@ def profile_warning(spec: SFTJobSpec) -> str:
     )
 
 
-def upload_warning(spec: SFTJobSpec) -> str:
+def _upload_warning(spec: SFTJobSpec) -> str:
     """That pods have no token to upload with, of a job that names none and is not one of this machine; else empty."""
     hub = spec.export.hub
     named = spec.model.token_secret_ref is not None or any(each.name in HUB_LOGINS for each in spec.compute.env)
@@ -90,6 +91,7 @@ def _sizes_warning(uri: str) -> str:
 def warnings_of(spec: SFTJobSpec, shape: ModelShape | None, fit: Fit) -> list[str]:
     """What is valid and may surprise, as far as this machine can tell; ``shape`` is that of the model, if known."""
     found = (
+        *deletion_warnings(spec),
         _absent_warning(spec),
         _absent_data_warning(spec),
         _adapters_warning(spec, shape),
@@ -97,6 +99,8 @@ def warnings_of(spec: SFTJobSpec, shape: ModelShape | None, fit: Fit) -> list[st
         _sizes_warning(spec.model.uri),
         fit.warning,
         _staging_warning(spec, shape),
+        _profile_warning(spec),
+        _upload_warning(spec),
     )
     return [text for text in found if text]
 

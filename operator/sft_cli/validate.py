@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_api.deletion import deletion_warnings
 from sft_api.failures import ExitCode
 from sft_api.plan import make_plan
 
 from .console import document, result
-from .local_model import fit_of, model_shape, profile_warning, upload_warning, warnings_of
+from .local_model import fit_of, model_shape, warnings_of
 from .manifest import ManifestError, load_manifests, shown
 from .overrides import Override, in_words
 from .trained import measure_trained, names_warning
@@ -36,13 +35,7 @@ def verdict_on(path: Path, overrides: Sequence[Override] = ()) -> Verdict:
     for job in jobs:
         shape = model_shape(job.spec)
         fit = fit_of(job.spec, make_plan(job.spec, shape=shape), shape)
-        told = [
-            *deletion_warnings(job.spec),
-            names_warning(measure_trained(job.spec), fit.refused),
-            *warnings_of(job.spec, shape, fit),
-            profile_warning(job.spec),
-            upload_warning(job.spec),
-        ]
+        told = [names_warning(measure_trained(job.spec), fit.refused), *warnings_of(job.spec, shape, fit)]
         warnings += [f"{job.metadata.name}: {text}" for text in told if text]
         problems += [f"{job.metadata.name}: {fit.refused}"] if fit.refused else []
     return Verdict(tuple(problems), tuple(job.metadata.name for job in jobs), tuple(warnings))

@@ -221,6 +221,19 @@ def test_what_is_valid_and_may_surprise_is_said(good: Path) -> None:
     assert warning.endswith("trains the run anew")
 
 
+def test_plan_warns_of_all_that_validate_warns_of(tmp_path: Path) -> None:
+    deletion = {"deletionPolicy": "Delete", "runPolicy": {"ttlSecondsAfterFinished": 60}}
+    of_pods = {"compute": {"gpusPerNode": 1, "podProfile": "h100"}, "export": {"hub": {"repository": "org/mine"}}}
+    path = written(tmp_path, manifest(model={"uri": "hf://org/unknown"}, **deletion, **of_pods))
+
+    warnings = sft("validate", path).stdout.splitlines()[1:]
+
+    told = [warning.removeprefix(f"{path}: warning: tiny: ") for warning in warnings]
+    for field in ("spec.deletionPolicy is Delete", "compute.podProfile: h100", "export.hub: on a cluster"):
+        assert any(warning.startswith(field) for warning in told), field
+    assert sft("plan", path).stderr.splitlines() == [f"Warning: {warning}" for warning in told]
+
+
 @pytest.mark.parametrize(
     ("field", "spec"),
     [
