@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,49 +11,140 @@ from prometheus_client.registry import Collector
 from sft_api.goodput import LOST_CAUSES
 from sft_api.times import parse_time
 
-from .picture.conditions import conditions_of
+from .picture.conditions import Condition, conditions_of
 from .picture.observed import Manifest
 from .picture.untrusted import text
 
-# Metric name, help, path in the status.
-_FIGURES = (
-    ("sft_job_step", "Optimizer steps done.", ("progress", "step")),
-    ("sft_job_total_steps", "Optimizer steps of the whole run.", ("progress", "totalSteps")),
-    ("sft_job_loss", "Loss of the last step.", ("progress", "loss")),
-    ("sft_job_eval_loss", "Last evaluation loss.", ("progress", "evalLoss")),
-    ("sft_job_eval_accuracy", "Last evaluation's token accuracy.", ("progress", "evalAccuracy")),
-    ("sft_job_tokens_per_second", "Tokens a second.", ("progress", "tokensPerSecond")),
-    (
-        "sft_job_model_flops_utilization",
-        "Share of the GPUs' peak FLOP/s that goes into the model.",
-        ("progress", "modelFlopsUtilization"),
-    ),
-    ("sft_job_steps_at_risk", "Steps that losing all pods now would cost.", ("stepsAtRisk",)),
-    ("sft_job_lost_steps", "Steps computed twice because of restarts.", ("restarts", "lostSteps")),
-    ("sft_job_attempt", "Attempt that runs, or ran last.", ("attempt",)),
-)
+Family = GaugeMetricFamily | CounterMetricFamily
+Status = dict[str, Any]
+Samples = Iterator[tuple[tuple[str, ...], float]]
+"""Of one job: the values of the labels that a metric has of its own, and its value."""
 
-# The same of what only grows.
-_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
+
+def _state(status: Status) -> Samples:
+    yield (text(status.get("state")) or "Unknown",), 1.0
+
+
+def _stalled(status: Status) -> Samples:
+    if told := _condition(status, "Stalled"):
+        yield (told.reason,), 1.0
+
+
+def _failed(status: Status) -> Samples:
+    if (told := _condition(status, "Failed")) and told.time:
+        yield (), told.time.timestamp()
+
+
+def _restarts(status: Status) -> Samples:
+    for kind in ("failures", "disruptions"):
+        yield (kind,), _number(_at(status, ("restarts", kind))) or 0.0
+
+
+def _lost(status: Status) -> Samples:
+    for cause, part in LOST_CAUSES.items():
+        yield (cause,), _number(_at(status, ("goodput", "lostGpuSeconds", part))) or 0.0
+
+
+def _time(*path: str) -> Callable[[Status], Samples]:
+    def samples(status: Status) -> Samples:
+        if time := parse_time(_at(status, path)):
+            yield (), time.timestamp()
+
+    return samples
+
+
+def _length(*path: str) -> Callable[[Status], Samples]:
+    def samples(status: Status) -> Samples:
+        if found := _at(status, path):
+            yield (), float(len(found)) if isinstance(found, list) else 0.0
+
+    return samples
+
+
+def _figure(*path: str) -> Callable[[Status], Samples]:
+    def samples(status: Status) -> Samples:
+        if (value := _number(_at(status, path))) is not None:
+            yield (), value
+
+    return samples
+
+
+def _sum(*path: str) -> Callable[[Status], Samples]:
+    """Of what only grows. From zero on, as those of the operator: a job's first report may tell of minutes."""
+
+    def samples(status: Status) -> Samples:
+        yield (), _number(_at(status, path)) or 0.0
+
+    return samples
+
+
+class _Metric(NamedTuple):
+    """One metric of the jobs."""
+
+    kind: type[Family]
+    name: str
+    meaning: str
+    samples: Callable[[Status], Samples]
+    labels: tuple[str, ...] = ()
+    """Beside namespace and name."""
+
+
+_G, _C = GaugeMetricFamily, CounterMetricFamily
+_METRICS = (
+    _Metric(_G, "sft_job_state", "1, labelled with the present state.", _state, ("state",)),
+    _Metric(_G, "sft_job_stalled", "1 while somebody has to act, labelled with why.", _stalled, ("reason",)),
+    _Metric(_G, "sft_job_failed_timestamp_seconds", "When the job failed, as long as it is so.", _failed),
+    _Metric(_G, "sft_job_restarts", "Restarts by kind.", _restarts, ("kind",)),
+    _Metric(
+        _G, "sft_job_avoided_nodes", "Nodes that the pods are kept off, after failures there.", _length("avoidedNodes")
+    ),
+    _Metric(
+        _G,
+        "sft_job_slow_gpus",
+        "GPUs that are slower than the run's others of their model, at most 10.",
+        _length("slowGpus"),
+    ),
+    _Metric(
+        _G,
+        "sft_job_checkpoint_timestamp_seconds",
+        "When the last checkpoint was committed.",
+        _time("checkpoints", "latest", "time"),
+    ),
+    _Metric(_C, "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", _lost, ("cause",)),
+    _Metric(
+        _C,
         "sft_job_gpu_seconds",
         "GPUs (processes, where there are none) times the seconds pods were bound to them.",
-        ("goodput", "gpuSeconds"),
+        _sum("goodput", "gpuSeconds"),
     ),
-    (
+    _Metric(
+        _C,
         "sft_job_productive_gpu_seconds",
         "Those in steps of the curve that a checkpoint holds.",
-        ("goodput", "productiveGpuSeconds"),
+        _sum("goodput", "productiveGpuSeconds"),
     ),
-    (
+    _Metric(
+        _C,
         "sft_job_recovery_seconds",
         "From failures and lost pods to the next new step.",
-        ("restarts", "totalRecoverySeconds"),
+        _sum("restarts", "totalRecoverySeconds"),
     ),
+    _Metric(_G, "sft_job_step", "Optimizer steps done.", _figure("progress", "step")),
+    _Metric(_G, "sft_job_total_steps", "Optimizer steps of the whole run.", _figure("progress", "totalSteps")),
+    _Metric(_G, "sft_job_loss", "Loss of the last step.", _figure("progress", "loss")),
+    _Metric(_G, "sft_job_eval_loss", "Last evaluation loss.", _figure("progress", "evalLoss")),
+    _Metric(_G, "sft_job_eval_accuracy", "Last evaluation's token accuracy.", _figure("progress", "evalAccuracy")),
+    _Metric(_G, "sft_job_tokens_per_second", "Tokens a second.", _figure("progress", "tokensPerSecond")),
+    _Metric(
+        _G,
+        "sft_job_model_flops_utilization",
+        "Share of the GPUs' peak FLOP/s that goes into the model.",
+        _figure("progress", "modelFlopsUtilization"),
+    ),
+    _Metric(_G, "sft_job_steps_at_risk", "Steps that losing all pods now would cost.", _figure("stepsAtRisk")),
+    _Metric(_G, "sft_job_lost_steps", "Steps computed twice because of restarts.", _figure("restarts", "lostSteps")),
+    _Metric(_G, "sft_job_attempt", "Attempt that runs, or ran last.", _figure("attempt")),
 )
-
-
-_TOLD = frozenset({"Stalled", "Failed"})
 
 
 class OperatorMetrics:
@@ -96,9 +187,6 @@ class OperatorMetrics:
         self._answers(verb, kind, code).inc()
 
 
-Family = GaugeMetricFamily | CounterMetricFamily
-
-
 class JobCollector(Collector):
     """Metrics of the jobs, read from their status at every scrape: nothing to keep, nothing to forget."""
 
@@ -110,63 +198,23 @@ class JobCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Family]:
-        """All series of all jobs."""
-        labels = ("namespace", "name")
+        """All series of all jobs, one metric after the other."""
         jobs = [
             ((manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]), manifest.get("status") or {})
             for manifest in self._manifests()
         ]
-        states = GaugeMetricFamily("sft_job_state", "1, labelled with the present state.", labels=(*labels, "state"))
-        stalled = GaugeMetricFamily(
-            "sft_job_stalled", "1 while somebody has to act, labelled with why.", labels=(*labels, "reason")
-        )
-        failed = GaugeMetricFamily(
-            "sft_job_failed_timestamp_seconds", "When the job failed, as long as it is so.", labels=labels
-        )
-        restarts = GaugeMetricFamily("sft_job_restarts", "Restarts by kind.", labels=(*labels, "kind"))
-        checkpoint = GaugeMetricFamily(
-            "sft_job_checkpoint_timestamp_seconds", "When the last checkpoint was committed.", labels=labels
-        )
-        avoided = GaugeMetricFamily(
-            "sft_job_avoided_nodes", "Nodes that the pods are kept off, after failures there.", labels=labels
-        )
-        slow = GaugeMetricFamily(
-            "sft_job_slow_gpus", "GPUs that are slower than the run's others of their model, at most 10.", labels=labels
-        )
-        lost = CounterMetricFamily(
-            "sft_job_lost_gpu_seconds", "GPU seconds that are in no step of the curve.", labels=(*labels, "cause")
-        )
-        for job, status in jobs:
-            states.add_metric((*job, text(status.get("state")) or "Unknown"), 1.0)
-            told = {kind: each for kind, each in conditions_of({"status": status}, _TOLD).items() if each.status}
-            if "Stalled" in told:
-                stalled.add_metric((*job, told["Stalled"].reason), 1.0)
-            if "Failed" in told and (time := told["Failed"].time):
-                failed.add_metric(job, time.timestamp())
-            for kind in ("failures", "disruptions"):
-                restarts.add_metric((*job, kind), float(_number(_at(status, ("restarts", kind))) or 0))
-            if nodes := status.get("avoidedNodes"):
-                avoided.add_metric(job, float(len(nodes)) if isinstance(nodes, list) else 0.0)
-            if gpus := status.get("slowGpus"):
-                slow.add_metric(job, float(len(gpus)) if isinstance(gpus, list) else 0.0)
-            time = parse_time(_at(status, ("checkpoints", "latest", "time")))
-            if time:
-                checkpoint.add_metric(job, time.timestamp())
-            for cause, part in LOST_CAUSES.items():
-                lost.add_metric((*job, cause), _number(_at(status, ("goodput", "lostGpuSeconds", part))) or 0.0)
-        yield from (states, stalled, failed, restarts, avoided, slow, checkpoint, lost)
-        for name, meaning, path in _COUNTERS:
-            counter = CounterMetricFamily(name, meaning, labels=labels)
+        for metric in _METRICS:
+            family = metric.kind(metric.name, metric.meaning, labels=("namespace", "name", *metric.labels))
             for job, status in jobs:
-                # From zero on, as those of the operator: its first report may tell of minutes.
-                counter.add_metric(job, _number(_at(status, path)) or 0.0)
-            yield counter
-        for name, meaning, path in _FIGURES:
-            figure = GaugeMetricFamily(name, meaning, labels=labels)
-            for job, status in jobs:
-                if (value := _number(_at(status, path))) is not None:
-                    figure.add_metric(job, value)
-            yield figure
+                for values, value in metric.samples(status):
+                    family.add_metric((*job, *values), value)
+            yield family
+
+
+def _condition(status: Status, kind: str) -> Condition | None:
+    """The condition of that type, if it holds."""
+    found = conditions_of({"status": status}, frozenset({kind})).get(kind)
+    return found if found is not None and found.status else None
 
 
 def _number(value: object) -> float | None:
