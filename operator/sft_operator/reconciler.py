@@ -34,7 +34,7 @@ from .decisions.deeds import (
     status_written,
     wait_ended,
 )
-from .decisions.gangs import Rivals, half_placed_since, rivals_of
+from .decisions.gangs import Rivals, Waiting, half_placed_since, rivals_of, waiting_of
 from .decisions.look import look
 from .decisions.news import News, build_event
 from .decisions.notes import Snapshot
@@ -65,6 +65,10 @@ from .workqueue import RetryLater
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_THROUGH_SECONDS = 1.0
+"""Of thousands of jobs hundreds may be placed in part, each of which is looked at again and again. What has changed
+meanwhile has them wait at most: who is about to go still seems to."""
+
 
 class Reconciler:
     """Brings one SFTJob after the other to where its spec wants it."""
@@ -90,6 +94,8 @@ class Reconciler:
         self._clock = clock or (lambda: asyncio.get_running_loop().time())
         self._children = Children(cluster, settings)
         self._instance = socket.gethostname()
+        self._waiting: tuple[Waiting, ...] = ()
+        self._look_through_again = 0.0
 
     async def reconcile(self, key: Key) -> float | None:
         """Look at one SFTJob, and do what has to be done; the seconds after which to look again, None for never.
@@ -141,7 +147,6 @@ class Reconciler:
 
     def _snapshot(self, key: Key) -> Snapshot:
         observed, now = self._picture.observed(key), self._now()
-        # All others are looked through for the few alone that have to give way to one another.
         in_part = half_placed_since(observed) is not None
         return Snapshot(
             key,
@@ -151,8 +156,15 @@ class Reconciler:
             now=now,
             clock=self._clock(),
             followed=self._asking.followed,
-            rivals=rivals_of(key, self._picture.jobs(), now) if in_part else Rivals(),
+            rivals=self._rivals(key, now) if in_part else Rivals(),
         )
+
+    def _rivals(self, key: Key, now: datetime) -> Rivals:
+        """All others are looked through for those alone that have to give way to one another, once for all of them."""
+        if (clock := self._clock()) >= self._look_through_again:
+            self._waiting = waiting_of(self._picture.jobs(), now)
+            self._look_through_again = clock + _LOOKED_THROUGH_SECONDS
+        return rivals_of(key, self._waiting)
 
     # What is done
 

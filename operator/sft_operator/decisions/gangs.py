@@ -169,21 +169,37 @@ def unplaced_pods(observed: Observed) -> list[str]:
     return [pod.uid for pod in observed.active_pods if pod.unplaced] if waits else []
 
 
-def rivals_of(key: Key, jobs: Iterable[tuple[Key, Manifest, Observed]], now: datetime) -> Rivals:
-    """What matters of all ``jobs`` but that of ``key``."""
-    found: list[Rival] = []
+class Waiting(NamedTuple):
+    """What one job is to all others, where it is anything."""
+
+    key: Key
+    rival: Rival | None = None
     settled: datetime | None = None
-    for other, manifest, observed in jobs:
+    """When what it has given back has been taken."""
+
+
+def waiting_of(jobs: Iterable[tuple[Key, Manifest, Observed]], now: datetime) -> tuple[Waiting, ...]:
+    """Those of ``jobs`` that are placed in part, or have given their places back."""
+    found = []
+    for key, manifest, observed in jobs:
         child = observed.job
-        if other == key or child is None:
+        if child is None:
             continue
+        rival = settled = None
         if (since := _gives_back(observed)) is not None:
-            due = shifted(since, start_deadline_seconds(manifest))
-            found.append(Rival(other, _created(manifest), due))
+            rival = Rival(key, _created(manifest), shifted(since, start_deadline_seconds(manifest)))
         if rests_by_us(child) and (release := release_of(child)) is not None:
-            over = now + SETTLING if observed.active_pods else release.at + SETTLING
-            settled = max(settled or over, over)
-    return Rivals(tuple(found), settled)
+            settled = now + SETTLING if observed.active_pods else release.at + SETTLING
+        if rival or settled:
+            found.append(Waiting(key, rival, settled))
+    return tuple(found)
+
+
+def rivals_of(key: Key, waiting: Iterable[Waiting]) -> Rivals:
+    """What matters of all who are ``waiting`` but ``key``."""
+    others = [item for item in waiting if item.key != key]
+    settled = max((item.settled for item in others if item.settled), default=None)
+    return Rivals(tuple(item.rival for item in others if item.rival), settled)
 
 
 class Renewal(NamedTuple):

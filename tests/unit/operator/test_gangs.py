@@ -23,6 +23,7 @@ from sft_operator.decisions.gangs import (
     release_words,
     rivals_of,
     take_turn,
+    waiting_of,
 )
 from sft_operator.decisions.look import look
 from sft_operator.decisions.notes import Snapshot
@@ -250,7 +251,7 @@ def test_an_older_one_does_not_wait_for_ever_for_a_younger_one_to_go() -> None:
 def test_what_stands_on_jobs_of_others_holds_it_up_for_no_longer() -> None:
     said = dict.fromkeys(("at", "until"), "2999-01-01T00:00:00Z")
     never = Observed(job=replace(make_child(suspend=True), released=json.dumps(said)))
-    rivals = rivals_of(KEY, [(Key("theirs", "b"), manifest(), never)], at(DEADLINE))
+    rivals = rivals_of(KEY, waiting_of([(Key("theirs", "b"), manifest(), never)], at(DEADLINE)))
 
     assert turn(half(), DEADLINE, rivals).patch is None
     assert turn(half(), 2 * DEADLINE + SETTLING.total_seconds(), rivals).patch is not None
@@ -262,16 +263,16 @@ def test_rivals_are_the_others_that_are_half_placed_and_what_they_have_given_bac
     given = Observed(job=released(at_second=500))
     jobs = [(mine, manifest(), half()), (theirs, manifest(20), half())]
 
-    assert rivals_of(mine, jobs, at(510)) == Rivals((Rival(theirs, stamp(20), at(DEADLINE)),))
-    assert rivals_of(mine, [(free, manifest(), ending)], at(510)).settled == at(530)
-    assert rivals_of(mine, [(free, manifest(), given)], at(510)).settled == at(520)
+    assert rivals_of(mine, waiting_of(jobs, at(510))) == Rivals((Rival(theirs, stamp(20), at(DEADLINE)),))
+    assert rivals_of(mine, waiting_of([(free, manifest(), ending)], at(510))).settled == at(530)
+    assert rivals_of(mine, waiting_of([(free, manifest(), given)], at(510))).settled == at(520)
 
 
 def test_what_kueue_places_is_no_rival_and_gives_nothing_back() -> None:
     queued = half(job=make_child(queue="gpus"))
 
     assert turn(queued, 10 * DEADLINE) == Turn()
-    assert rivals_of(KEY, [(Key("team", "b"), manifest(), queued)], at(10)) == Rivals()
+    assert rivals_of(KEY, waiting_of([(Key("team", "b"), manifest(), queued)], at(10))) == Rivals()
 
 
 # How it goes on
@@ -303,7 +304,7 @@ def test_who_suspends_it_after_the_try_resumes_it_himself() -> None:
     ):
         status = said(observed, 400)
         assert turn(observed, 400) == Turn()
-        assert rivals_of(Key("team", "b"), [(KEY, manifest(), observed)], at(400)) == Rivals()
+        assert rivals_of(Key("team", "b"), waiting_of([(KEY, manifest(), observed)], at(400))) == Rivals()
         assert status.state == state
         assert "not this operator has suspended the Job" in status.message
 

@@ -555,3 +555,47 @@ def test_a_job_that_was_made_but_is_not_in_the_picture_is_waited_for() -> None:
     assert wanted is not None
     assert wanted >= 1.0
     assert world.status["state"] == "Preparing"
+
+
+def test_of_many_that_are_placed_in_part_not_each_looks_through_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given two groups of which one pod found room and the other none
+    world = World()
+    theirs = Key("team", "other")
+    for name in (KEY.name, theirs.name):
+        named(world, "SFTJob", job_manifest(uid=f"uid-{name}"), name)
+        named(world, "Job", child_manifest(owner=f"uid-{name}"), name, uid=f"job-{name}")
+        unplaced = {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "lastTransitionTime": stamp(-9),
+        }
+        pods = (pod_manifest(0, ready=False), pod_manifest(1, phase="Pending", node=None, conditions=[unplaced]))
+        for index, pod in enumerate(pods):
+            named(world, "Pod", pod, f"{name}-{index}", uid=f"pod-{name}-{index}", job=name)
+    looks, jobs = list[float](), world.picture.jobs
+
+    def looked_through() -> Iterable[Any]:
+        looks.append(world.clock)
+        return jobs()
+
+    monkeypatch.setattr(world.picture, "jobs", looked_through)
+
+    # When each is looked at again and again
+    for world.clock in (10.0, 10.5, 11.0):
+        mine, others = (world.reconciler._snapshot(key).rivals.half_placed for key in (KEY, theirs))
+
+        # Then each knows of the other
+        assert ([rival.key for rival in mine], [rival.key for rival in others]) == ([theirs], [KEY])
+
+    # And all jobs were looked through once a second, for both
+    assert looks == [10.0, 11.0]
+
+
+def named(world: World, kind: str, manifest: Object, name: str, *, uid: str = "", job: str = "") -> None:
+    """Put ``manifest`` into the picture under another name; a pod as one of the Job ``job``."""
+    metadata = {**manifest["metadata"], "name": name, **({"uid": uid} if uid else {})}
+    for owner in metadata.get("ownerReferences", []):
+        owner["name"] = job or name
+        owner["uid"] = f"job-{job}" if job else owner["uid"]
+    world.picture.store(kind, {**manifest, "metadata": metadata})
