@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
-from sft_api.deletion import DELETES
 from sft_api.v1alpha1 import KIND
 
 from .cluster.asking import Asking
@@ -34,6 +33,7 @@ from .decisions.deeds import (
     status_written,
     wait_ended,
 )
+from .decisions.deletion import FINALIZERS
 from .decisions.gangs import Rivals, Waiting, half_placed_since, rivals_of, waiting_of
 from .decisions.look import look
 from .decisions.news import News, build_event
@@ -241,7 +241,7 @@ class Reconciler:
                 return
             if error.code != 409 or error.denied:
                 # Nothing is made for the job before it has them, so that is said of it, as of a child.
-                self._refused(key, refused_by(f"finalizers of the SFTJob ({DELETES})", error))
+                self._refused(key, refused_by(FINALIZERS, error))
                 raise
             self._picture.store(KIND, await self._cluster.get(KIND, key.namespace, key.name))
             return

@@ -23,6 +23,8 @@ from .pauses import doubled
 from .places import is_readable, own_folder
 from .result import RemovePlace
 
+FINALIZERS = f"finalizers of the SFTJob ({DELETES})"
+"""What is refused where they may not be changed."""
 GIVE_UP_SECONDS = 600.0
 """So long a store may be away, or refuse, before the object goes and its place stays."""
 _LONGEST = timedelta(days=1)

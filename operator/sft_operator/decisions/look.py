@@ -19,6 +19,7 @@ from .avoidance import renew_job
 from .backoff import seconds_to_next_word, waits_to_end
 from .changes import change_job, has_just_ended, is_finished, plan_changes, time_to_live
 from .deletion import (
+    FINALIZERS,
     Removal,
     asks_removal,
     find_left_behind,
@@ -180,7 +181,10 @@ class _Look(Notes):
     def _let_go(self, finalizers: list[str], news: News | None) -> Result:
         # First: what else there is to do may be refused, or not be answered, each time.
         self._actions.insert(0, SetFinalizers(tuple(finalizers), news))
-        return self._result()
+        refusal = self._memory.refusal
+        if refusal is None or refusal.kind != FINALIZERS or refusal.untold:
+            return self._result()
+        return self._say_waits(f"its finalizer {PLACE_FINALIZER} cannot be taken away: {refusal.message}")
 
     def _why_not_removable(self, job: SFTJob | None) -> str:
         if job is None:

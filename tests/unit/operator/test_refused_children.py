@@ -11,7 +11,7 @@ import pytest
 
 from sft_operator.cluster.client import ApiError
 from sft_operator.config import StoreSettings
-from sft_operator.names import QUEUE_LABEL
+from sft_operator.names import PLACE_FINALIZER, QUEUE_LABEL
 from sft_operator.workqueue import RetryLater
 from tests.unit.operator.make import Object, job_manifest, stamp
 from tests.unit.operator.test_reconciler import KEY, SETTINGS, World
@@ -328,3 +328,40 @@ def test_what_keeps_the_finalizer_off_a_job_is_told_for_nothing_is_made_before(
     world.look(2)
     assert world.api.done("create", "Job") == 1
     assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ApiError(403, "Forbidden", 'sftjobs.sftjob.dev "tulu" is forbidden: User "operator" cannot patch resource'),
+        ApiError(422, "Invalid", 'SFTJob "tulu" is invalid: spec: a rule that a later CRD has'),
+    ],
+    ids=["right-taken-away", "rule-of-a-later-crd"],
+)
+def test_what_keeps_an_object_that_is_going_from_going_is_told(
+    error: ApiError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ``kubectl delete`` waits for ever, and nothing says for what."""
+    # Given an object whose place is to stay after all, which carries our finalizer and may not be changed
+    world = World()
+    going = job_manifest()
+    going["metadata"] |= {"finalizers": [PLACE_FINALIZER], "deletionTimestamp": stamp(0)}
+    world.api.keep("SFTJob", going)
+    patch = world.api.patch
+
+    async def status_alone(kind: str, namespace: str, name: str, body: Object, **how: Any) -> Object:
+        if not how.get("subresource"):
+            raise error
+        return await patch(kind, namespace, name, body, **how)
+
+    monkeypatch.setattr(world.api, "patch", status_alone)
+    for _ in range(3):
+        with pytest.raises(RetryLater):
+            world.look()
+        world.clock += 4.0
+
+    words = f"its finalizer {PLACE_FINALIZER} cannot be taken away: {error.message}"
+    assert world.status["message"] == words
+    monkeypatch.undo()
+    world.look()
+    assert world.api.objects["SFTJob", "tulu"]["metadata"]["finalizers"] == []
