@@ -51,6 +51,8 @@ LIST_CHUNK = 500
 _BACKLOG_BYTES = 2**15
 """Read in one go of a watch that takes breath, they say that more is on its way. A breath of 0.1 s after each read lets
 4 MB a second in and no more: one tenant can write as much, and the watch would never catch up."""
+_LONGEST_ASKED_PAUSE = 120.0
+"""A proxy that says for how many hours it is worked on would have jobs wait as long after the server is back."""
 _DENIED = re.compile(r"\bdenied (the )?request\b")
 _METADATA_ONLY = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 
@@ -63,8 +65,8 @@ class ApiError(Exception):
         self.code = code
         self.reason = reason
         self.message = message
-        self.retry_after = retry_after
-        """Seconds the server asks to wait."""
+        self.retry_after = None if retry_after is None else min(_LONGEST_ASKED_PAUSE, retry_after)
+        """Seconds the server asks to wait, two minutes at most."""
 
     @property
     def passing(self) -> bool:

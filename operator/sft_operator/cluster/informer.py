@@ -28,7 +28,6 @@ Seen = Callable[[str, str | None, Manifest], None]
 
 _TRIES_OF_A_LISTING = 3
 _LIST_AGAIN_AFTER_FAILURES = 3
-_LONGEST_ASKED_PAUSE = 120.0
 _NO_STREAMED_LISTS = (400, 422)
 """The server does not know streamed lists, or they are switched off."""
 
@@ -172,7 +171,7 @@ class Informer:
                 await self._follow()
             except ApiError as error:
                 logger.warning("the watch of %ss: %s", self._kind, error)
-                asked = min(_LONGEST_ASKED_PAUSE, error.retry_after or 0.0)
+                asked = error.retry_after or 0.0
                 if not error.passing:
                     self._version = None
             except Exception as error:  # whatever comes over the wire: a watch goes on

@@ -213,6 +213,20 @@ def test_a_server_that_asks_for_a_pause_gets_it() -> None:
     assert "the API server could not take the Job: too many" in world.status["message"]
 
 
+@pytest.mark.parametrize("seconds", [3600.0, float("inf")])
+def test_a_proxy_that_asks_to_be_left_alone_for_hours_is_asked_again_in_minutes(seconds: float) -> None:
+    world = World()
+    world.api.keep("SFTJob", job_manifest())
+    away = ApiError(503, "", "<html>down for maintenance</html>", retry_after=seconds)
+    world.api.refuses = answer("create", "Job", away)
+    world.look()
+    world.api.refuses = lambda verb, kind: None
+
+    pass_time(world, 125)
+
+    assert ("Job", "tulu") in world.api.objects
+
+
 @transient
 @pytest.mark.parametrize("verb", ["get", "create"])
 def test_children_that_could_not_be_healed_just_now_are_healed_within_seconds(verb: str, error: Exception) -> None:
