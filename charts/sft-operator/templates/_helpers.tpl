@@ -14,7 +14,7 @@
 
 {{- define "sft.selector" -}}
 app.kubernetes.io/name: sft-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "sft.labels" -}}

@@ -50,6 +50,39 @@ def test_helm_has_nothing_against_it(extra: tuple[str, ...]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("watched", ["", "2026"])
+def test_names_that_yaml_takes_for_numbers_stay_names(watched: str, tmp_path: Path) -> None:
+    """Platforms call namespaces by the numbers of their tenants."""
+    names = ("watchNamespace", "serviceAccount.name", "priorityClassName", "store.operatorCredentialsSecret")
+    strings = [f"--set-string={name}={watched or 10421}" for name in names if watched or name != "watchNamespace"]
+    monitored = [f"--set=metrics.{each}.enabled=true" for each in ("serviceMonitor", "prometheusRule")]
+    store = ("--set=store.uri=s3://platform/sft", "--set=store.verify=true")
+    done = helm(
+        "template", "7", str(CHART), "--namespace=4711", "--set=crds.install=false", *store, *strings, *monitored
+    )
+    assert done.returncode == 0, done.stderr
+
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+
+    for item in objects:
+        metadata = item["metadata"]
+        told = [metadata["name"], metadata.get("namespace", ""), *metadata["labels"].values()]
+        told += [
+            item.get("roleRef", {}).get("name", ""),
+            *(part for each in item.get("subjects", ()) for part in each.values()),
+        ]
+        assert all(isinstance(name, str) for name in told), metadata
+    (deployment,) = [item for item in objects if item["kind"] == "Deployment"]
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert spec["serviceAccountName"] == spec["priorityClassName"] == container["envFrom"][0]["secretRef"]["name"]
+    assert isinstance(spec["serviceAccountName"], str)
+    assert spec["volumes"][0]["configMap"]["name"] == "7"
+    assert deployment["spec"]["selector"]["matchLabels"]["app.kubernetes.io/instance"] == "7"
+    settings = settings_of(objects, tmp_path)
+    assert (settings.network_policy.operator_namespace, settings.leader_election.name) == ("4711", "7")
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
