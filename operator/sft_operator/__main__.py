@@ -20,6 +20,7 @@ from sft_api.fitting import fit_status
 from sft_api.trust import trust
 
 from .cluster.client import ConfigError
+from .cluster.informer import HistoryLost
 from .cluster.leadership import LeadershipLost
 from .config import load_settings
 from .controller import run
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
         uvloop.run(run(settings))
-    except (ConfigError, LeadershipLost, OSError, ValidationError, yaml.YAMLError) as error:
+    except (ConfigError, HistoryLost, LeadershipLost, OSError, ValidationError, yaml.YAMLError) as error:
         print(f"sft-operator: {error}", file=sys.stderr)
         return 1
     except asyncio.CancelledError:

@@ -32,6 +32,14 @@ _NO_STREAMED_LISTS = (400, 422)
 """The server does not know streamed lists, or they are switched off."""
 
 
+class HistoryLost(Exception):
+    """The API server is at an earlier version than it was: its etcd was restored.
+
+    Whatever it tells is then older than what is held, and nothing in a picture gives way to what is older: who follows
+    it has to begin anew, with an empty one.
+    """
+
+
 @dataclass(frozen=True)
 class Pace:
     """How long an informer waits for what, in seconds."""
@@ -89,15 +97,24 @@ class Informer:
         self._version: int | None = None
         """Up to which a watch of ours has told of everything. Only lists and bookmarks say so: should lines ever come
         out of order, the last event before a break would not."""
+        self._listed = 0
+        """Version of the newest list."""
         self._untold: set[Key] = set()
         """Keys for which lists that broke off have brought something new: it is no news to the list after that."""
 
     async def list(self) -> Listed:
         """Take in all that is; the watch begins there when it has no better place.
 
-        Raises ``REQUEST_ERRORS``.
+        Raises ``REQUEST_ERRORS``, ``HistoryLost``.
         """
+        before = self._listed  # another list may be under way
         listing, version = await self._take_all()
+        if 0 < version < before:
+            raise HistoryLost(
+                f"{self._kind}s are listed at version {version}, and were at {before}: the etcd of the API server was "
+                "restored, and all is read anew"
+            )
+        self._listed = max(version, self._listed)
         changed = self._untold | listing.end(version, self._version)
         self._untold = set()
         listed = Listed(version, changed, listing.news, listing.newest)
@@ -160,7 +177,8 @@ class Informer:
     async def watch(self, changed: Callable[[set[Key]], None]) -> None:
         """Tell of every change, for ever; begins where ``list`` ended.
 
-        ``changed`` is called with the keys for which something was found that fell into a gap of the watch.
+        ``changed`` is called with the keys for which something was found that fell into a gap of the watch. Raises
+        ``HistoryLost``.
         """
         failures = 0
         while True:
@@ -174,6 +192,8 @@ class Informer:
                 asked = error.retry_after or 0.0
                 if not error.passing:
                     self._version = None
+            except HistoryLost:
+                raise
             except Exception as error:  # whatever comes over the wire: a watch goes on
                 bug = not isinstance(error, aiohttp.ClientError | OSError)
                 logger.warning("the watch of %ss: %s", self._kind, str(error) or repr(error), exc_info=bug)

@@ -21,6 +21,7 @@ import pytest
 from sft_api.ports import free_port
 from sft_api.v1alpha1 import KIND
 from sft_operator.cluster.client import ApiError
+from sft_operator.cluster.informer import HistoryLost
 from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
@@ -236,6 +237,21 @@ def missed(operator: Operator) -> float:
     value = operator._metrics.registry.get_sample_value("sft_operator_watch_missed_total")
     assert value is not None
     return value
+
+
+def test_an_operator_whose_api_server_was_restored_ends_to_begin_anew() -> None:
+    async def scenario() -> None:
+        operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
+        api = WatchedApi()
+        connect(operator, api)
+        assert await operator._list_all()
+
+        api.version = 50
+        with pytest.raises(HistoryLost, match="SFTJobs are listed at version 50, and were at 100"):
+            await operator._list_all()
+        await operator._progress.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_a_watch_does_not_tell_of_is_counted_and_makes_sick(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from sft_api.ports import free_port
 from sft_operator.cluster import informer as informer_module
 from sft_operator.cluster.client import ApiError, Cluster
-from sft_operator.cluster.informer import Informer, Pace
+from sft_operator.cluster.informer import HistoryLost, Informer, Pace
 from sft_operator.picture.listing import Listing
 from sft_operator.picture.picture import Key, Picture
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
@@ -370,3 +370,26 @@ def test_a_listing_beside_the_watch_does_not_move_it(pauses: list[float]) -> Non
 
     against(answer, scenario)
     assert begun[0] == "40"
+
+
+def test_a_server_whose_etcd_was_restored_is_followed_from_the_beginning(pauses: list[float]) -> None:
+    """What it has then is older than what is held, and would be taken for old news for as long as the process lives."""
+    lists: list[int] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "sendInitialEvents" in request.query:
+            lists.append(1)
+            return await stream(request, ("ADDED", pod("one", 9)), end_of_list(40 if len(lists) < 3 else 39))
+        return status(504, "Too large resource version")
+
+    async def scenario(cluster: Cluster) -> None:
+        follower = Follower(cluster)
+        await follower.informer.list()
+        await follower.informer.list()
+        with pytest.raises(
+            HistoryLost, match="Pods are listed at version 39, and were at 40: the etcd of the API server"
+        ):
+            await follower.informer.watch(follower.changed.update)
+
+    against(answer, scenario)
+    assert len(lists) == 3

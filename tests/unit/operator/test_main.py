@@ -13,6 +13,8 @@ import yaml
 
 from sft_api.trust import VARIABLES
 from sft_operator import __main__ as operator
+from sft_operator.cluster.informer import HistoryLost
+from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import load_settings
 from tests.certificates import self_signed
 
@@ -83,3 +85,18 @@ def test_it_does_not_begin_with_what_no_certificate_is(
     assert begun == []
     assert "caBundle" in (said := capsys.readouterr().err)
     assert "holds no certificates in PEM" in said
+
+
+@pytest.mark.parametrize("error", [HistoryLost, LeadershipLost])
+def test_what_it_cannot_go_on_after_is_a_sentence(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(works: Coroutine[Any, Any, None]) -> None:
+        works.close()
+        raise error("it begins anew")
+
+    monkeypatch.setattr(operator, "uvloop", Mock(run=run))
+    monkeypatch.setattr(operator, "gc", Mock())
+
+    assert operator.main([]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "sft-operator: it begins anew"
