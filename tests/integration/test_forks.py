@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.forks import MODULES, Forks, Program
-from tests.integration.run.runs import NEW_PROCESS
+from tests.integration.run.runs import NEW_PROCESS, environment_of_runs
 from tests.waiting import PATIENCE_SECONDS
 
 LOOKS = """
@@ -114,6 +116,14 @@ def test_what_imports_may_have_read_or_begins_with_the_interpreter_is_a_new_proc
     assert not is_fork(sys.executable, "-m", "sft_trainer", **imported)
     assert not is_fork(sys.executable, "-c", "sft_trainer.launch", **imported)
     assert not is_fork(sys.executable, **imported)
+
+
+def test_runs_are_forks_also_of_tests_that_have_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = environment_of_runs(tmp_path)
+    # By torch, of a process that has loaded what it compiled: an address in its own memory
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "1")
+
+    assert environment_of_runs(tmp_path) == before
 
 
 @dataclass(frozen=True)

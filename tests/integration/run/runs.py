@@ -25,13 +25,16 @@ _STANDING = Path(__file__).parents[2] / "standing"
 """A folder for PYTHONPATH, with the callback of a run that stands still."""
 _NOT_INHERITED = ("FORCE_COLOR", "HF_TOKEN", "HF_HUB_OFFLINE", "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN")
 
+_SHELL = dict(os.environ)
+"""The environment that tests were begun with: torch writes into that of a process that compiles, for itself alone."""
+
 NEW_PROCESS: Callable[..., subprocess.Popen[str]] = functools.partial(subprocess.Popen, text=True)
 
 
 def environment_of_runs(cache: Path) -> dict[str, str]:
     """Of commands that keep in ``cache`` what they have fetched and tokenised."""
     return {
-        **{name: value for name, value in os.environ.items() if name not in _NOT_INHERITED},
+        **{name: value for name, value in _SHELL.items() if name not in _NOT_INHERITED},
         "SFT_CACHE_DIR": str(cache),
         "HF_HOME": str(cache / "huggingface"),
         "AWS_EC2_METADATA_DISABLED": "true",
