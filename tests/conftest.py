@@ -31,7 +31,6 @@ def pytest_collection() -> Generator[None, Any, Any]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.enable()
         # At its end Python frees them as ever: what is written in C++ warns of what it finds alive.
@@ -55,7 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n`` one process has all tests of a file, or of such a folder, for the sake of what they share.
 
     Of three or more the last one has the tests that mostly wait, while all others compute beside it. Who has no more of
-    its own kind takes of the other: tests of runs wait too, and two that compute leave a part of two processors idle.
+    its own kind takes of the other: tests of runs wait too, and processes that compute leave a part of processors idle.
     """
     from xdist.scheduler import LoadFileScheduling
 
