@@ -3,9 +3,9 @@
 PYTHON := .venv/bin/python
 # Of pytest. In the order of collection, which has what takes long first; runs have more processes of their own.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
-# And a third one, which has what mostly waits and helps after that: two used three quarters of two processors at most
-# (tests/conftest.py).
-AND_WHAT_WAITS = $(TWO_AT_A_TIME:2=3)
+# And one more that computes, as runs of tests wait too: three in all used three quarters of two processors. The fourth
+# has what mostly waits, and helps after that (tests/conftest.py).
+AND_WHAT_WAITS = $(TWO_AT_A_TIME:2=4)
 # Else each process of pytest would rewrite and compile all modules of tests anew.
 export PYTHONDONTWRITEBYTECODE :=
 SOURCES := $(CURDIR):$(CURDIR)/crds:$(CURDIR)/operator:$(CURDIR)/trainer_image

@@ -36,7 +36,7 @@ def make(checkout: Path, *arguments: str) -> str:
 
 
 def test_tests_run_two_at_a_time_unless_told_otherwise(checkout: Path) -> None:
-    for target, processes in (("test", 3), ("quick", 2)):  # the third one mostly waits
+    for target, processes in (("test", 4), ("quick", 2)):  # the fourth one mostly waits
         assert f" -n {processes} " in make(checkout, "-n", target).splitlines()[-1]
         assert " -n" not in make(checkout, "-n", target, "TWO_AT_A_TIME=").splitlines()[-1]
 
@@ -50,7 +50,7 @@ def test_wrong_types_hide_no_test_and_are_an_error(checkout: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         make(checkout, "test")
 
-    assert (checkout / "said").read_text().splitlines()[-1].startswith("-m pytest -n 3 ")
+    assert (checkout / "said").read_text().splitlines()[-1].startswith("-m pytest -n 4 ")
 
 
 def test_a_dry_run_of_the_demo_only_prints(checkout: Path) -> None:
