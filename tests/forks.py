@@ -3,7 +3,7 @@
 A run of a test starts five processes. Each imports for itself, the one that forks workers torch and transformers too:
 that is most of what a small run computes. Here each is a fork instead, with the pid, parent, session, descriptors,
 folder, environment, signals, search path and command line of the new process that it stands for. What has another
-program, an environment that imports may read, or something to do as its interpreter starts, is a new process as ever.
+program, an environment that imports may read, or something to do before all imports, is a new process as ever.
 """
 
 import atexit
@@ -48,6 +48,8 @@ _READ_WHEN_NEEDED = (
     *NOTHING_STARTS,
 )
 """What names of variables begin with that no import looks at, or whose values are seen to."""
+_MAY_COME_LATE = Path(__file__).resolve().parent / "megatron" / "before_megatron.py"
+"""What need not run before all imports, but before Megatron-Core's, which nothing here has imported."""
 _PR_SET_CHILD_SUBREAPER = 36
 _READY = "ready"
 _MAX_REQUEST_BYTES = 262_144
@@ -73,7 +75,13 @@ class Program:
         others = {name for name in {*given, *environment} if given.get(name) != environment.get(name)}
         if not all(name.startswith(_READ_WHEN_NEEDED) for name in others):
             return False
-        return not any((folder / "sitecustomize.py").exists() for folder in self.search_path)
+        return all(file.resolve() == _MAY_COME_LATE for file in self._customs)
+
+    @property
+    def _customs(self) -> list[Path]:
+        """What an interpreter would run as it starts."""
+        files = (folder / "sitecustomize.py" for folder in self.search_path)
+        return [file for file in files if file.exists()]
 
     @property
     def search_path(self) -> list[Path]:
@@ -89,6 +97,8 @@ class Program:
         os.environ.update(self.environment)
         here = [] if self.environment.get("PYTHONSAFEPATH") else [self.folder]
         sys.path[:] = [*here, *packages[0], *map(str, self.search_path), *packages[1]]
+        if self._customs:
+            importlib.import_module("sitecustomize")
         _open_streams(buffered=not self.environment.get("PYTHONUNBUFFERED"))
         module = self.command[2]
         sys.modules.pop(module, None)  # imported by others, it is run anew

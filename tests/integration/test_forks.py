@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sft_api.generate import ROOT
 from tests.forks import MODULES, Forks, Program
 from tests.integration.run.runs import NEW_PROCESS, environment_of_runs
 from tests.waiting import PATIENCE_SECONDS
@@ -98,6 +99,8 @@ def test_a_fork_is_what_a_new_process_would_be(tmp_path: Path) -> None:
 def test_what_imports_may_have_read_or_begins_with_the_interpreter_is_a_new_process(tmp_path: Path) -> None:
     (tmp_path / "custom").mkdir()
     (tmp_path / "custom" / "sitecustomize.py").touch()
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "sitecustomize.py").symlink_to(ROOT / "tests" / "megatron" / "before_megatron.py")
     imported = {"PYTHONPATH": "here", "HF_HOME": "there"}
 
     def is_fork(*command: str, **environment: str) -> bool:
@@ -108,6 +111,8 @@ def test_what_imports_may_have_read_or_begins_with_the_interpreter_is_a_new_proc
     assert is_fork(*ours, **imported, SFT_RUN_DIR="run", RANK="1", AWS_ACCESS_KEY_ID="key")
     assert is_fork(*ours, PYTHONPATH="elsewhere", HF_HOME="there")
     assert not is_fork(*ours, PYTHONPATH="custom", HF_HOME="there")
+    assert is_fork(*ours, PYTHONPATH="late", HF_HOME="there")
+    assert not is_fork(*ours, PYTHONPATH="late:custom", HF_HOME="there")
     assert not is_fork(*ours, PYTHONPATH="here", HF_HOME="another")
     assert not is_fork(*ours, PYTHONPATH="here")
     assert is_fork(*ours, **imported, HF_TOKEN="hf_another")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ TOKENS = {"contextParallelDegree": 2}
 def shim(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which Megatron-Core takes the CPU for a GPU."""
     folder = tmp_path_factory.mktemp("shim")
-    shutil.copy(ROOT / "tests" / "megatron" / "before_megatron.py", folder / "sitecustomize.py")
+    (folder / "sitecustomize.py").symlink_to(ROOT / "tests" / "megatron" / "before_megatron.py")
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
