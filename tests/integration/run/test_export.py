@@ -73,10 +73,10 @@ def test_an_export_at_the_end_and_one_later_are_the_same(place: Place) -> None:
 
 
 def test_of_a_model_on_the_hub_only_config_and_tokenizer_are_fetched(place: Place) -> None:
-    # Given a run on a model of the hub that exported nothing, and another machine
-    job = place.job(model={"uri": "hf://org/tiny"}, training={"steps": 1, "globalBatchTokens": 512})
-    with serve_hub({"org/tiny": place.inputs.model}) as hub:
-        trained = place.run(job, HF_HOME=str(place.folder / "hub"))
+    # Given a run on a model of the hub, which no other test has fetched, that exported nothing, and another machine
+    job = place.job(model={"uri": "hf://org/exported"}, training={"steps": 1, "globalBatchTokens": 512})
+    with serve_hub({"org/exported": place.inputs.model}) as hub:
+        trained = place.run(job)
         assert trained.code == 0, trained.said
         assert "model.safetensors" in hub.downloads
         hub.downloads.clear()
