@@ -11,6 +11,7 @@ was there) or ``_SOURCE_DEFAULTS``; every other one to ``NOT_NUMBERS``. See docs
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -482,20 +483,22 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 _LONGEST_QUOTE = 120
+_ALIKE_QUOTED = 30
+"""Characters before those in which two long values differ."""
 
 
 def _differences(path: str, here: Any, there: Any) -> list[str]:
     if path == _SOURCES and isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
         pairs = enumerate(zip(here, there, strict=True))
         return [line for index, (a, b) in pairs if a != b for line in _in_source(f"{path}[{index}]", a, b)]
-    return [f"{path}: {quoted(here)} -> {quoted(there)}"]
+    return [f"{path}: {' -> '.join(both_quoted(here, there))}"]
 
 
 def _in_source(path: str, here: Any, there: Any) -> list[str]:
     if not (isinstance(here, dict) and isinstance(there, dict)):
-        return [f"{path}: {quoted(here)} -> {quoted(there)}"]
+        return [f"{path}: {' -> '.join(both_quoted(here, there))}"]
     both = [(name, *(s.get(name, _SOURCE_DEFAULTS.get(name)) for s in (here, there))) for name in {**here, **there}]
-    return [f"{path}.{name}: {quoted(a)} -> {quoted(b)}" for name, a, b in both if a != b]
+    return [f"{path}.{name}: {' -> '.join(both_quoted(a, b))}" for name, a, b in both if a != b]
 
 
 _RowsOf = tuple[JsonValue, JsonValue, tuple[Slice, ...]]
@@ -523,7 +526,15 @@ def _begin_alike(one: _RowsOf, other: _RowsOf) -> bool:
     return len(begins) == 2 and begins[0] == begins[1]
 
 
-def quoted(value: Any) -> str:
-    """``value`` as it is told: as it is written, and not without end."""
-    text = "not set" if value is None else json.dumps(value, ensure_ascii=False)
+def both_quoted(here: Any, there: Any) -> tuple[str, str]:
+    """Two values that differ as they are told: as they are written, and not without end; what they are found to differ
+    in is among what is left of them."""
+    texts = tuple("not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (here, there))
+    alike = len(os.path.commonprefix(texts))
+    begin = alike - _ALIKE_QUOTED if alike > _LONGEST_QUOTE - _ALIKE_QUOTED else 0
+    one, other = (text if len(text) <= _LONGEST_QUOTE else f"{'…' * bool(begin)}{_cut(text[begin:])}" for text in texts)
+    return one, other
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}…"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sft_api.checkpoints import Manifest, RunState
-from sft_api.numbers import Numbers, NumbersError, quoted
+from sft_api.numbers import Numbers, NumbersError, both_quoted
 from sft_api.place import ORIGIN_FIELD, RUN_KEY, Pin, RecordError, doubts_of_weights
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.runtime import OriginSpec
@@ -136,10 +136,11 @@ class Origin:
         mine = self._config.numbers()
         for field in _SAME:
             if (here := mine.values.get(field)) != (there := theirs.values.get(field)):
+                theirs_quoted, mine_quoted = both_quoted(there, here)
                 raise ConfigError(
                     f"{self.uri}, which {ORIGIN_FIELD} names, holds what a run with {field} "
-                    f"{quoted(there) if there else '(none)'} trained, and this one has "
-                    f"{quoted(here) if here else 'none'}: export that checkpoint (sft export; with adapters, "
+                    f"{theirs_quoted if there else '(none)'} trained, and this one has "
+                    f"{mine_quoted if here else 'none'}: export that checkpoint (sft export; with adapters, "
                     f"export.mergeAdapter), and name its folder in model.uri, without {ORIGIN_FIELD}"
                 )
         weights = "some weights" if mine.values.get(_MODULES) else "all weights"

@@ -281,6 +281,17 @@ def test_every_difference_is_named_with_both_values() -> None:
     assert Numbers.of(before).differences(Numbers.of(before)) == []
 
 
+def test_of_long_values_that_begin_alike_it_is_said_in_what_they_differ() -> None:
+    before, now = (
+        Numbers.of(spec(model={"addedTokens": [*(f"<token {number}>" for number in range(50)), last]}))
+        for last in ("<a>", "<b>")
+    )
+
+    (told,) = before.differences(now)
+
+    assert told == ('model.addedTokens: …"<token 48>", "<token 49>", "<a>"] -> …"<token 48>", "<token 49>", "<b>"]')
+
+
 def packed(length: int, **training: Any) -> Numbers:
     return Numbers.of(spec(data={"train": [{"uri": "hf://org/a"}], "maxLength": length}, training=training))
 
