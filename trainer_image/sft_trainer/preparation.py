@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -189,7 +189,7 @@ def prepare(
     loaded = functools.cache(functools.partial(_tokenizer, spec, reporter))
     # A model that cannot be trained must not be found out about after hours of tokenising.
     model = prepare_model(config, reporter, device, loaded)
-    tokenizer_path, tokenizer, new_tokens = loaded(model.path)
+    tokenizer_path, tokenizer, _ = loaded(model.path)
 
     def opened(source: DataSource) -> SourceRows:
         reporter.phase(Phase.LOADING, f"looking for {source.uri}")
@@ -239,7 +239,7 @@ def prepare(
     if held_out:
         evaluation[HELD_OUT] = EvaluationSet(held_out)
     sources = [*train, *(source for each in evaluation.values() for source in each.sources)]
-    check_vocabulary(tokenizer, new_tokens, sources, model.blueprint)
+    check_vocabulary(tokenizer, spec.model.new_tokens, sources, model.blueprint)
     steps, epoch_size = plan_steps(spec, config.plan, train, KeptBins(spec, config.plan, train, cache_directory()))
     total_steps = spec.training.steps or steps.total_steps
     assert total_steps is not None  # noqa: S101 - a run has steps or epochs
@@ -288,9 +288,10 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
 def _added_in_words(asked: int, new: range, table: Table) -> str:
     """How many of the tokens that were ``asked`` for are new, their numbers, and where their rows are."""
     which = f"{new.start} to {new.stop - 1}" if len(new) > 1 else f"{new.start}"
-    had = f", {asked - len(new)} were there already" if len(new) < asked else ""
+    had = f"{asked - len(new)} were there already" if len(new) < asked else ""
+    which = ", ".join(filter(None, (which if new else "", had)))
     rows = f"{table.rows} rows, of which files have {table.stored}" if table.rows > table.stored else "rows that it has"
-    return f"added tokens: {len(new)} ({which}{had}); in {rows}, they begin as the mean of all that were known"
+    return f"added tokens: {len(new)} ({which}); in {rows}, they begin as the mean of all that were known"
 
 
 def _first_adapters(config: TrainerConfig, model: CausalLM, reporter: Reporter) -> FirstAdapters | None:
@@ -318,20 +319,21 @@ def _adapters_in_words(lora: LoraSpec, layers: Sequence[str], stacked: Collectio
         yield f"adapters of rank {lora.rank_of_experts} on {where}"
 
 
-def check_vocabulary(tokenizer: Any, new: range, sources: Sequence[TokenizedSource], model: CausalLM) -> None:
+def check_vocabulary(tokenizer: Any, named: Iterable[str], sources: Sequence[TokenizedSource], model: CausalLM) -> None:
     """Raise ``ModelError`` when ``sources`` hold tokens for which the files of ``model`` have no embedding, but for
-    those that are ``new``.
+    those that are ``named`` to get one.
 
     Some models come with a tokenizer that has more tokens than the model: that alone is no error.
     """
     embeddings = min([model.vocabulary, *(table.stored for table in model.tables.values())])
-    tokens = new.start if new else 1 + max(tokenizer.get_vocab().values())
-    if tokens <= embeddings:
+    numbers = tokenizer.get_vocab()
+    with_rows = {numbers[token] for token in named}
+    if max({*numbers.values()} - with_rows, default=0) < embeddings:
         return
-    largest = max(source.largest_token(below=tokens) for source in sources)
-    if largest >= embeddings:
+    lacking = {token for source in sources for token in source.tokens_from(embeddings)} - with_rows
+    if lacking:
         raise ModelError(
-            f"the tokenizer gives token {largest}, but the model has embeddings for {embeddings} tokens only: set "
-            "model.tokenizerUri to the tokenizer that belongs to the model, and name tokens that were added to it in "
-            "model.addedTokens"
+            f"the tokenizer gives token {max(lacking)}, but the model has embeddings for {embeddings} tokens only: set "
+            "model.tokenizerUri to the tokenizer that belongs to the model, or, where it is that, name tokens that "
+            "were added to it in model.addedTokens, which then get some"
         )

@@ -110,7 +110,8 @@ def test_a_tokenizer_of_another_model_with_two_processes(place: Place) -> None:
 
     sentence = (
         r"the tokenizer gives token 69\d, but the model has embeddings for 512 tokens only: set model.tokenizerUri "
-        r"to the tokenizer that belongs to the model, and name tokens that were added to it in model.addedTokens"
+        r"to the tokenizer that belongs to the model, or, where it is that, name tokens that were added to it in "
+        r"model.addedTokens, which then get some"
     )
     assert_refused(ended, 12, "ModelError", sentence)
 

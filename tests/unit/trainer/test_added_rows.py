@@ -405,7 +405,8 @@ def test_an_export_without_the_run_has_them_too(tmp_path: Path) -> None:
     tokens = {"<a>": False, "<b>": True}
     _, new = load_with_new_tokens(source, None, tokens)
     save_model("llama", source, vocab_size=new.start)
-    model = {"uri": f"file://{source}", "addedTokens": ["<a>"], "addedSpecialTokens": ["<b>"]}
+    # One that is there already is named too
+    model = {"uri": f"file://{source}", "addedTokens": ["<a>"], "addedSpecialTokens": ["<|im_end|>", "<b>"]}
     config = resolve(manifest(tmp_path, tmp_path / "store", model=model))
     ours, store = strategy(source, new), LocalStore(tmp_path / "store")
     saved = checkpoint(ours, store, base_digest=base_digest(build_on_meta(source, None, new), source))

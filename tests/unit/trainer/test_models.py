@@ -26,7 +26,6 @@ from sft_trainer.models.documents_told import keep_documents_apart
 from sft_trainer.models.experts import kernel_options
 from sft_trainer.models.probe import _output, small_model
 from sft_trainer.models.weights import load_weights
-from sft_trainer.names.tables import NONE_NEW
 from sft_trainer.preparation import check_vocabulary
 from sft_trainer.strategies import build as build_strategy
 from sft_trainer.topology import Topology
@@ -428,22 +427,37 @@ def test_tokens_without_an_input_of_each_block_are_refused(tmp_path: Path) -> No
     model = build_on_meta(tmp_path)
     tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"last": 127})
 
-    check_vocabulary(tokenizer, NONE_NEW, [tokenized(99)], model)
+    check_vocabulary(tokenizer, (), [tokenized(99)], model)
     with pytest.raises(ModelError, match=r"gives token 100, but the model has embeddings for 100 tokens only"):
-        check_vocabulary(tokenizer, NONE_NEW, [tokenized(99), tokenized(3, 100)], model)
+        check_vocabulary(tokenizer, (), [tokenized(99), tokenized(3, 100)], model)
 
 
 def test_tokens_that_files_have_no_rows_for_are_refused_beside_new_ones(tmp_path: Path) -> None:
-    # Given a model of 128 tokens, and a tokenizer of 140 before the run adds two
+    # Given a model of 128 tokens, and a tokenizer of 140 before the run adds two, and names one that it has
     save_config("llama", tmp_path, vocab_size=128)
-    new = range(140, 142)
-    model = build_on_meta(tmp_path, None, new)
-    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"last": 141})
+    model = build_on_meta(tmp_path, None, range(140, 142))
+    named = {"<a>": 129, "<b>": 140, "<c>": 141}
+    tokenizer: Any = SimpleNamespace(get_vocab=lambda: {"other": 130} | named)
 
-    # Then rows may have the new ones, and of the others those that the model knows
-    check_vocabulary(tokenizer, new, [tokenized(127, 141), tokenized(140)], model)
+    # Then rows may have the named ones, and of the others those that the model knows
+    check_vocabulary(tokenizer, named, [tokenized(127, 141), tokenized(129, 140)], model)
     with pytest.raises(ModelError, match=r"gives token 130, but the model has embeddings for 128 tokens only"):
-        check_vocabulary(tokenizer, new, [tokenized(127, 130, 141)], model)
+        check_vocabulary(tokenizer, named, [tokenized(127, 130, 141)], model)
+
+
+def test_tokens_that_the_tokenizer_alone_has_get_rows_where_they_are_named(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    # All are there: behind the last of them new ones would begin
+    model = build_on_meta(tmp_path, None, range(131, 131))
+    assert model.huggingface.get_input_embeddings().num_embeddings == 192
+    assert not build_on_meta(tmp_path, None, range(128, 128)).tables
+
+
+def test_a_token_with_any_number_takes_no_memory(tmp_path: Path) -> None:
+    save_config("llama", tmp_path, vocab_size=128)
+    for new in (range(2**31, 2**31 + 1), range(2**31 + 1, 2**31 + 1)):
+        with pytest.raises(ModelError, match=r"numbers up to 2147483648, and the model rows for 128: so many are not"):
+            build_on_meta(tmp_path, None, new)
 
 
 def test_a_folder_without_a_model_says_what_is_missing(tmp_path: Path) -> None:

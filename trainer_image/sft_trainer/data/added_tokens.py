@@ -15,13 +15,17 @@ _FIELDS = {False: "model.addedTokens", True: "model.addedSpecialTokens"}
 def add_tokens(backend: "Tokenizer", tokens: Mapping[str, bool]) -> range:
     """Give ``backend`` those of ``tokens`` that it lacks, special or not; their numbers, which follow all that it had.
 
-    Of those that it has already, as after a run that added them, nothing changes. Raises ``ConfigError`` for tokens
-    that mean something else there, ``ModelError`` for a tokenizer whose numbers have gaps that new ones would get into.
+    Of those that it has already, as after a run that added them, nothing changes; where it has them all there are no
+    numbers, and they would begin behind the last of ``tokens``. Raises ``ConfigError`` for tokens that mean something
+    else there, ``ModelError`` for a tokenizer whose numbers have gaps that new ones would get into.
     """
     from tokenizers import AddedToken
 
     vocabulary = backend.get_vocab(with_added_tokens=True)
     new = _lacking(backend, vocabulary, tokens)
+    if not new:
+        behind = 1 + max(vocabulary[token] for token in tokens)
+        return range(behind, behind)
     first = 1 + max(vocabulary.values())
     # As they are written, whatever a normalizer makes of other text, and without the white space around them. All at
     # once: whatever finds tokens in a text is made anew by each call.

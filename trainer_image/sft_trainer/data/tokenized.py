@@ -275,9 +275,9 @@ class TokenizedSource:
         if not same:
             raise ValueError("its tokens are not those that were written")
 
-    def largest_token(self, below: int) -> int:
-        """The highest token id ``below`` that, -1 where there is none; reads all of the data."""
-        return max(int(batch.input_ids.max(initial=-1, where=batch.input_ids < below)) for batch in self._batches)
+    def tokens_from(self, first: int) -> set[int]:
+        """Those that it has of the token ids from ``first`` on; reads all of the data."""
+        return {int(token) for batch in self._batches for token in np.unique(batch.input_ids[batch.input_ids >= first])}
 
     def example(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
         """``input_ids`` and ``loss_mask`` of example ``index``, both of shape (tokens,), read-only, not copied.

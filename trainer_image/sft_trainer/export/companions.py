@@ -188,7 +188,7 @@ def model_card(config: TrainerConfig, manifest: Manifest, model: CausalLM) -> st
         facts["trained modules"] = ", ".join(f"`{name}`" for name in modules)
     if not config.spec.trains_all:
         facts["digest of the model"] = run.base_digest
-    if new := config.spec.model.new_tokens:
+    if new := next((table.new for table in model.tables.values()), None):
         facts["added tokens"] = len(new)
     overrides = config.spec.model.config_overrides
     facts |= {f"`{name}`": f"`{value}`" for name, value in (overrides.given if overrides else {}).items()}

@@ -36,6 +36,8 @@ _RANDOM = ("drop", "jitter")
 _FILE_OF_MODULE = re.compile(r"(?<=') from '[^']*'(?=>)")
 _INPUTS_OF_BLOCKS = "per_layer"
 """What names of those modules of Gemma 4's decoder have in common; it makes them behind its blocks."""
+_MOST_MORE_ROWS = 2**16
+"""Than files have: a tokenizer may have any number for a token, and each row takes memory and time."""
 _OF_OTHER_HEADS = ("classifier", "summary")
 """How the names of those begin that heads read which no causal language model has: GPT-NeoX has 0.1 of one."""
 
@@ -243,8 +245,16 @@ def _built(
     if read_as:
         # What they are read as; an export has plain weights.
         stored_dtype = torch.bfloat16
-    table = Table(config.vocab_size, new_tokens) if new_tokens else None
+    # Tokens that its tokenizer has already may have no rows here, as where they were added to that alone.
+    has_more = new_tokens or new_tokens.stop > config.vocab_size
+    table = Table(config.vocab_size, new_tokens) if has_more else None
     if table is not None:
+        if table.rows - table.stored > _MOST_MORE_ROWS:
+            raise ModelError(
+                f"the tokenizer has tokens with numbers up to {new_tokens.stop - 1}, and the model rows for "
+                f"{table.stored}: so many are not added (at most {_MOST_MORE_ROWS}); set model.tokenizerUri to the "
+                "tokenizer that belongs to the model"
+            )
         config.vocab_size = table.rows
     register()
     try:
