@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -15,6 +16,10 @@ Each = TypeVar("Each")
 
 HEAD, _BLOCKS = "lm_head", "model.layers."
 """How the modules are called of the models that are counted here."""
+
+
+ROWS_MULTIPLE = 64
+"""Of rows where embeddings and head get more for added tokens: products with an odd number are slow on GPUs."""
 
 
 def embeddings_of(shape: ModelShape) -> str:
@@ -58,7 +63,8 @@ def _trained_in_rows_of(shape: ModelShape, spec: SFTJobSpec, multiple: int) -> t
         adapted = [sizes for block in adapted_of(shape, spec) for sizes in block.values()]
         found = sum(_adapter_in_rows_of(sizes, lora, multiple) for sizes in adapted)
     inside, outside = _in_rows_of(shape, names, multiple) if names else (0, 0)
-    return found + inside, outside
+    rows = 0 if shape.hidden_size % multiple else parameters_of_rows(shape, spec)
+    return found + inside, outside + rows
 
 
 @lru_cache(maxsize=32)
@@ -127,6 +133,29 @@ def some_parameters(shape: ModelShape) -> list[str]:
 def trains_module(module: str, spec: SFTJobSpec) -> bool:
     """Whether all of ``module``, of the model's own and outside of blocks, is trained."""
     return spec.trains_all or within(f"{module}.weight", spec.training.trainable_modules or ())
+
+
+def with_added_tokens(shape: ModelShape, spec: SFTJobSpec) -> ModelShape:
+    """``shape`` with rows for the tokens that ``spec`` adds, as if it had none to spare, and its tokenizer none of
+    these: a most."""
+    if not spec.model.new_tokens:
+        return shape
+    rows = shape.vocabulary + len(spec.model.new_tokens)
+    return replace(shape, vocabulary=-(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+
+def tables_with_rows(shape: ModelShape, spec: SFTJobSpec) -> list[str]:
+    """Embeddings and head, but for those that are trained whole, where ``spec`` trains rows of tokens beside
+    adapters."""
+    if not spec.tokens_with_rows:
+        return []
+    tables = [embeddings_of(shape)] if shape.tied else [embeddings_of(shape), HEAD]
+    return [table for table in tables if not trains_module(table, spec)]
+
+
+def parameters_of_rows(shape: ModelShape, spec: SFTJobSpec) -> int:
+    """Of the rows of tokens that ``spec`` trains beside adapters."""
+    return len(spec.tokens_with_rows) * shape.hidden_size * len(tables_with_rows(shape, spec))
 
 
 def adapted_of(shape: ModelShape, spec: SFTJobSpec) -> list[dict[str, tuple[int, ...]]]:

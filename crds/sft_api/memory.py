@@ -16,10 +16,13 @@ from .layers import (
     adapted_of,
     embeddings_of,
     packed_of,
+    parameters_of_rows,
+    tables_with_rows,
     trained_in_matrices_of_blocks,
     trained_in_rows_of,
     trained_weights,
     trains_module,
+    with_added_tokens,
 )
 from .model_shape import ModelShape, Transformed
 from .v1alpha1.job import SFTJobSpec
@@ -118,9 +121,12 @@ class Sizes:
         return self.in_matrices if spec.training.optimizer.is_muon else self.in_blocks
 
 
-def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
-    """Of a model of ``shape`` as ``spec`` trains it."""
+def sizes_of(shape: ModelShape, spec: SFTJobSpec, *, least: bool = False) -> Sizes:
+    """Of a model of ``shape`` as ``spec`` trains it; a ``least`` where it has rows to spare for added tokens."""
     lora = spec.lora
+    if not least:
+        shape = with_added_tokens(shape, spec)
+    rows = parameters_of_rows(shape, spec)
     adapted = adapted_of(shape, spec)
     adapters = [*map(lora.parameters_on, adapted)] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
@@ -135,12 +141,12 @@ def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
         vocabulary=shape.vocabulary,
         block=block,
         trained_block=max(trained),
-        root=shape.root_parameters,
-        trained_root=trained_root,
+        root=shape.root_parameters + rows,
+        trained_root=trained_root + rows,
         head=shape.head_parameters,
         trains_head=trains_module(embeddings_of(shape) if shape.tied else HEAD, spec),
-        parameters=shape.parameters + sum(adapters),
-        trained=sum(trained) + trained_root,
+        parameters=shape.parameters + sum(adapters) + rows,
+        trained=sum(trained) + trained_root + rows,
         in_blocks=trained_in_rows_of(shape, spec, MOMENT_BLOCK),
         in_matrices=trained_in_matrices_of_blocks(shape, spec),
         experts=any(kind.experts for kind in shape.distinct),
@@ -174,10 +180,10 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bo
         (kind, tuple(names), trained >= enough[kind])
         for kind, names, trained in zip(shape.kind_of_each, adapted, weights, strict=True)
     ]
-    if trains_module(embeddings_of(shape), spec):
+    if trains_module(embeddings_of(shape), spec) or embeddings_of(shape) in tables_with_rows(shape, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
-    sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
+    sizes, computed = sizes_of(shape, spec, least=least), BYTES[plan.precision]
     unpacked, tokens = computed * sizes.packed_matrix, micro_batch_tokens(spec, plan)
     for (number, names, trained), count in Counter(blocks[first:]).items():
         kind, compiled = shape.distinct[number], plan.compile

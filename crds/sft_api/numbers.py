@@ -11,11 +11,11 @@ was there) or ``_SOURCE_DEFAULTS``; every other one to ``NOT_NUMBERS``. See docs
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from pydantic import JsonValue
@@ -61,6 +61,7 @@ _DEFAULTS: Mapping[str, JsonValue] = {
     "lora.initMethod": None,
     "lora.learningRateRatio": 1,
     "lora.useDora": False,
+    "lora.trainableTokens": None,
     "lora.adapterUri": None,
     "lora.basePrecision": None,
     "data.heldOut.fraction": None,
@@ -417,6 +418,7 @@ def _adapters(lora: LoraSpec, rate: float | None, precision: str) -> dict[str, A
         "lora.alpha": lora.effective_alpha,
         "lora.targetModules": sorted({*lora.target_modules}),
         "lora.excludeModules": sorted({*lora.exclude_modules}),
+        "lora.trainableTokens": sorted({*(lora.trainable_tokens or ())}) or None,
         "lora.basePrecision": lora.base_precision or precision,
     }
 
@@ -530,7 +532,7 @@ def both_quoted(here: Any, there: Any) -> tuple[str, str]:
     """Two values that differ as they are told: as they are written, and not without end; what they are found to differ
     in is among what is left of them."""
     texts = tuple("not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (here, there))
-    alike = len(os.path.commonprefix(texts))
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
     begin = alike - _ALIKE_QUOTED if alike > _LONGEST_QUOTE - _ALIKE_QUOTED else 0
     one, other = (text if len(text) <= _LONGEST_QUOTE else f"{'…' * bool(begin)}{_cut(text[begin:])}" for text in texts)
     return one, other

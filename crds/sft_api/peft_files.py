@@ -7,7 +7,7 @@ only error is ``AdapterFilesError``. What changes values and is not known here i
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ _PLAIN = re.compile(r"\^?[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 
 _READ = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
-    *("target_parameters", "base_model_name_or_path"),
+    *("target_parameters", "base_model_name_or_path", "trainable_token_indices"),
 }
 _SHOWN_BY_TENSORS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"}
 _WITHOUT_EFFECT = {
@@ -104,6 +104,13 @@ class PeftFiles:
         names = given if isinstance(given, list) else []
         plain = (in_text_part(name) for name in names if isinstance(name, str) and _PLAIN.fullmatch(name))
         return [name for name in plain if means_experts(name)]
+
+    def other_tokens(self, numbers: Sequence[int]) -> str:
+        """The tokens whose rows were trained alone, where a table has others than those with these ``numbers``; else
+        empty."""
+        given = self.config.get("trainable_token_indices") or []
+        lists = given.values() if isinstance(given, dict) else [given] if given else []
+        return next((_shown(each) for each in lists if each != [*numbers]), "")
 
     def problem(
         self, lora: LoraSpec, linear: Collection[str] | None = None, adapted: Collection[str] | None = None

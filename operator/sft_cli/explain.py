@@ -48,6 +48,9 @@ def _model(spec: SFTJobSpec) -> Iterator[Decision]:
         special = f", {sum(tokens.values())} of them special" if any(tokens.values()) else ""
         why = f"where the tokenizer lacks them: {' '.join(tokens)[:_TOKENS_SHOWN]}"
         yield Decision("added tokens", f"{len(tokens)}{special}", Origin.GIVEN, why)
+    if spec.lora is not None and (trained := spec.lora.trainable_tokens):
+        why = f"lora.trainableTokens: {' '.join(trained)[:_TOKENS_SHOWN]}"
+        yield Decision("trained tokens", str(len(trained)), Origin.GIVEN, why)
 
 
 def _flow(value: Any) -> str:

@@ -139,7 +139,9 @@ _SCALED_BY_ROOT = "lora.alpha: alpha times the root of the rank"
 
 _OTHER_NAMES = {
     **dict.fromkeys(("tokens", "addtokens", "newtokens", "extratokens", "resizevocab"), "model.addedTokens"),
-    **dict.fromkeys(("additionaltokens", "resizetokenembeddings", "trainabletokenindices"), "model.addedTokens"),
+    **dict.fromkeys(("additionaltokens", "resizetokenembeddings"), "model.addedTokens"),
+    **dict.fromkeys(("trainabletokenindices", "pefttrainabletokenindices", "tokenindices"), "lora.trainableTokens"),
+    **dict.fromkeys(("trainabletoken", "trainedtokens", "trainablerows"), "lora.trainableTokens"),
     **dict.fromkeys(("specialtokens", "addspecialtokens", "newspecialtokens"), "model.addedSpecialTokens"),
     **dict.fromkeys(("additionalspecialtokens", "extraspecialtokens", "controltokens"), "model.addedSpecialTokens"),
     "lr": "training.optimizer.learningRate",

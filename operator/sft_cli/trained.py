@@ -29,6 +29,7 @@ _MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
+_EMBEDDINGS = (".embed_tokens.weight", ".embed_in.weight", ".wte.weight", ".word_embeddings.weight")
 _SCALE = ".layer_scalar"
 _FURTHER = "mtp."
 """How names of layers begin that predict further tokens, and stand beside the model."""
@@ -128,6 +129,10 @@ def _by_files(spec: SFTJobSpec, folder: Path) -> Trained | str | None:
         return hint_on_experts(told) if any(map(_OF_EXPERTS.fullmatch, shapes)) else str(told)
     sizes = {**matrices, **stacked}
     added = lora.parameters_on({name: sizes[name] for name in layers}) if lora else 0
+    of_head = "" if config.get("tie_word_embeddings") else f"{head}.weight"
+    tables = [name for name in shapes if name == of_head or name.endswith(_EMBEDDINGS)]
+    alone = [shapes[name] for name in tables if not within(_as_module(name), modules)]
+    added += len(spec.tokens_with_rows) * sum(width for _, width in alone)
     experts = {name.rpartition(".")[0] for name in layers if name in stacked}
     inside = [name for name in shapes if within(_as_module(name), modules)]
     if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):

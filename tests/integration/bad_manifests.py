@@ -196,14 +196,6 @@ RULES = [
         "in one of them",
     ),
     Bad(
-        "added tokens whose rows adapters leave as they are",
-        "spec",
-        {"model": "{uri: hf://org/name, addedSpecialTokens: [<b>]}", "lora": "{}"},
-        "tokens of model.addedTokens and model.addedSpecialTokens have rows in embeddings and head, which lora leaves "
-        "as they are: set training.trainableModules: [embed_tokens, lm_head], or [embed_tokens] where the model ties "
-        "both",
-    ),
-    Bad(
         "yarn without the length that it scales",
         "spec.model.configOverrides.rope_parameters",
         {"model": "{uri: hf://org/name, configOverrides: {rope_parameters: {rope_type: yarn, factor: 4}}}"},

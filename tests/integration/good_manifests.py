@@ -86,6 +86,7 @@ spec:
     targetModules: [q_proj, self_attn.v_proj, model.layers.0.mlp.down_proj]
     excludeModules: [layers.3.self_attn.q_proj]
     initMethod: gaussian
+    trainableTokens: [<|im_end|>, " word"]
     basePrecision: nf4
   data:
     train:

@@ -25,6 +25,7 @@ from .callbacks.loading import find as find_callbacks
 from .checkpoint.catalog import Catalog
 from .checkpoint.opening import store_of
 from .checkpoint.store import S3Settings, Store
+from .data.added_tokens import numbers_of
 from .data.first_rows import check_first_rows
 from .data.held_out import Part, all_rows, trained_part
 from .data.tokenizer import Codec
@@ -158,6 +159,8 @@ def _codec(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -
     codec = None
     with _where_it_answers():
         codec = read_codec(small_files(uri), model.chat_template, model.new_tokens)
+    if codec is not None and (tokens := config.spec.tokens_with_rows):
+        numbers_of(codec.backend, tokens)
     if codec is not None and model.chat_template is not None:
         codec.check_templates()
     return codec

@@ -21,6 +21,7 @@ from .export.plan import Entry, plan_adapter
 from .models.causal_lm import CausalLM
 from .models.lora import LoraLinear, is_adapter
 from .models.routers import within_routers
+from .models.trained_rows import is_row, rows_of
 from .models.weight_files import opened
 from .trainable import Trainable
 
@@ -49,6 +50,13 @@ class FirstAdapters:
         linear = [name for name, part in modules if part is not head and not is_adapter(f"{name}.weight")]
         adapted = [name for name, part in modules if isinstance(part, LoraLinear)]
         files = read_adapters(folder, uri, lora, linear, adapted)
+        rows = next(([*each.numbers] for each in rows_of(model.huggingface).values()), [])
+        if other := files.other_tokens(rows):
+            raise ConfigError(
+                f"{uri}, which {FIELD} names, has rows of tokens {other} (trainable_token_indices), and this run "
+                f"trains those of {str(rows) if rows else 'none':.200}: name the same ones in lora.trainableTokens "
+                "or model.addedTokens, by what they are in the tokenizer"
+            )
         sources = _sources(uri, folder, files, model, trainable)
         return cls(uri, folder, files, sources, _digest(folder))
 
@@ -99,7 +107,7 @@ def _sources(
     entries = {plain_name(entry.name): entry for entry in plan_adapter(model, trainable.trains).files[0].entries}
     for name, entry in entries.items():
         stored = files.tensors.get(name)
-        if stored is None and is_adapter(name):
+        if stored is None and is_adapter(entry.parts[0].name) and not is_row(entry.parts[0].name):
             raise ConfigError(
                 f"{uri}, which {FIELD} names, has no {name}, and lora means it: take what the adapters lack out of "
                 "lora.targetModules (lora.excludeModules)"

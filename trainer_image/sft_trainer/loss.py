@@ -113,6 +113,16 @@ CROSS_ENTROPY = Objective()
 """As evaluations have it, whatever is trained."""
 
 
+@dataclass(frozen=True)
+class OtherRows:
+    """Rows that a head has in place of its own."""
+
+    numbers: torch.Tensor
+    """Which of its rows: (rows,), each once."""
+    weight: torch.Tensor
+    """(rows, width)."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients in the forward pass: every chunk's logits exist once, and are never recomputed.
 
@@ -132,41 +142,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
         held: Rows | None,
         fused: Slopes | None,
         objective: Objective,
+        numbers: torch.Tensor | None,
+        rows_weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_, needs_rows = ctx.needs_input_grad
+        others = None if numbers is None or rows_weight is None else OtherRows(numbers, rows_weight)
         rows = logits.rows(weight.shape[0] if held is None else held.most)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
+        grad_rows: torch.Tensor | None = None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_bias else None
-        wanted = needs_hidden or needs_weight or needs_bias
+        wanted = needs_hidden or needs_weight or needs_bias or needs_rows
         # A tensor: for a number there would be code of its own.
         factor = torch.full_like(total, scale)
         for start in range(0, hidden.shape[0], rows):
             piece, target = hidden[start : start + rows], labels[start : start + rows, None]
             if fused is None or not wanted or piece.shape[0] == 1:
                 one, grad_logits = _slopes(
-                    piece, weight, target, scale if wanted else None, logits, held, objective, bias
+                    piece, weight, target, scale if wanted else None, logits, held, objective, bias, others
                 )
             else:
-                one, grad_logits = _fused_slopes(piece, weight, target, factor, fused, bias)
+                one, grad_logits = _fused_slopes(piece, weight, target, factor, fused, bias, others)
             total -= one
             if grad_logits is None:
                 continue
+            of_others = None if others is None else grad_logits.index_select(1, others.numbers)
+            if others is not None:
+                # Of these products the head's own rows have no part.
+                grad_logits.index_fill_(1, others.numbers, 0)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+                grad_piece = torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
+                if others is not None and of_others is not None:
+                    grad_piece.addmm_(of_others, others.weight)
+            if needs_rows and of_others is not None:
+                grad_rows = _with_product(grad_rows, of_others.T, piece, alone=hidden.shape[0] <= rows)
             if needs_weight:
                 grad_weight = _with_product(grad_weight, grad_logits.T, piece, alone=hidden.shape[0] <= rows)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0, dtype=torch.float32)
             # Else it is there still while the next chunk's is made.
-            del grad_logits
+            del grad_logits, of_others
         if held is not None:
             held.add_up(total)
         if needs_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
+        if needs_rows and rows_weight is not None:
+            grad_rows = torch.zeros_like(rows_weight) if grad_rows is None else grad_rows.to(rows_weight.dtype)
         of_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), of_bias
+        ctx.gradients = grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), of_bias, grad_rows
         ctx.mark_non_differentiable(total)
         return total * scale, total
 
@@ -176,8 +200,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if upstream.device.type == "cpu" and upstream != 1:  # a GPU's the host would wait for
             raise ValueError(f"the loss is scaled already: scale it by another number, not by {float(upstream)} more")
         # Nothing here may keep them: autograd takes over a gradient that nobody else holds, and copies every other.
-        (grad_hidden, grad_weight, grad_bias), ctx.gradients = ctx.gradients, None
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        (grad_hidden, grad_weight, grad_bias, grad_rows), ctx.gradients = ctx.gradients, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None, grad_rows
 
 
 def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,8 +213,11 @@ def _found(labels: torch.Tensor, weight: torch.Tensor, held: Rows | None) -> tup
     return rows.clamp(0, weight.shape[0] - 1), here.float()
 
 
-def _products(piece: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return piece @ weight.T if bias is None else torch.addmm(bias, piece, weight.T)
+def _products(
+    piece: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, others: OtherRows | None
+) -> torch.Tensor:
+    products = piece @ weight.T if bias is None else torch.addmm(bias, piece, weight.T)
+    return products if others is None else products.index_copy_(1, others.numbers, piece @ others.weight.T)
 
 
 def _slopes(
@@ -202,11 +229,12 @@ def _slopes(
     held: Rows | None,
     objective: Objective,
     bias: torch.Tensor | None,
+    others: OtherRows | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What ``objective`` makes of the log probabilities of ``labels`` (positions, 1), added up, and of the loss times
     ``scale`` the gradient of the products of ``piece`` and ``weight``; None where there is no scale."""
     target, one = _found(labels, weight, held)
-    log_probabilities, bent = logits.log_probabilities(_products(piece, weight, bias), held)
+    log_probabilities, bent = logits.log_probabilities(_products(piece, weight, bias, others), held)
     of_labels = log_probabilities.gather(1, target).mul_(one)
     probabilities: torch.Tensor | None = None
     if objective.by_probability:
@@ -268,9 +296,10 @@ def _fused_slopes(
     scale: torch.Tensor,
     fused: Slopes,
     bias: torch.Tensor | None,
+    others: OtherRows | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same as ``_slopes`` by ``fused``: the products and their gradient are all that is held."""
-    products = _products(piece, weight, bias)
+    products = _products(piece, weight, bias, others)
     # Here a label that the head has no row of is an error, as it is there.
     log_probabilities, gradient = fused(products, products.gather(1, labels), labels, scale)
     return log_probabilities.sum(), gradient
@@ -310,6 +339,7 @@ def linear_cross_entropy(
     fused: Slopes | None = None,
     objective: Objective = CROSS_ENTROPY,
     bias: torch.Tensor | None = None,
+    others: OtherRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy of ``logits`` of ``hidden @ weight.T`` against ``labels``, summed over positions; float32 scalars;
     what ``objective`` makes of it, where that is another.
@@ -322,7 +352,8 @@ def linear_cross_entropy(
     the same ``hidden`` and ``labels``. The loss is that over all rows; the gradient of ``hidden`` is what these
     rows give to it, to be added up by the caller.
 
-    ``bias`` (vocabulary,) is added to the products, where the head has one.
+    ``bias`` (vocabulary,) is added to the products, where the head has one. Where it has ``others`` in place of some of
+    its rows, which needs all rows here and no bias, the gradient of these is in place of that of its own.
 
     ``fused``, ``slopes`` of the same ``objective`` compiled, is used where the products are the logits and all rows
     are here.
@@ -332,7 +363,11 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # Inside the function needs_input_grad is true of every parameter, wanted or not.
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    scaled, total = _LinearCrossEntropy.apply(hidden, weight, bias, labels, scale, logits, held, fused, objective)
+        others = None if others is None else OtherRows(others.numbers, others.weight.detach())
+    numbers, rows = (None, None) if others is None else (others.numbers, others.weight)
+    scaled, total = _LinearCrossEntropy.apply(
+        hidden, weight, bias, labels, scale, logits, held, fused, objective, numbers, rows
+    )
     return scaled, total
 
 
@@ -344,6 +379,7 @@ def evaluation_sums(
     logits: Logits = PRODUCTS,
     held: Rows | None = None,
     bias: torch.Tensor | None = None,
+    others: OtherRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over positions, and at how many of them the label has the highest logit; float32 scalars.
 
@@ -354,7 +390,7 @@ def evaluation_sums(
     total, right = torch.zeros((2,), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], rows):
         piece, target = hidden[start : start + rows], labels[start : start + rows]
-        log_probabilities, _ = logits.log_probabilities(_products(piece, weight, bias), held)
+        log_probabilities, _ = logits.log_probabilities(_products(piece, weight, bias, others), held)
         row, one = _found(target[:, None], weight, held)
         total -= log_probabilities.gather(1, row).mul_(one).sum()
         likely = log_probabilities.argmax(dim=-1) if held is None else held.most_likely(log_probabilities)

@@ -21,6 +21,7 @@ from sft_api.v1alpha1.megatron import megatron_of
 
 from .cache import cache_directory
 from .checkpoint.store import S3Settings
+from .data.added_tokens import numbers_of
 from .data.evaluation_set import EvaluationSet
 from .data.held_out import Part, all_rows, held_out_part, trained_part
 from .data.kept import KeptTokens
@@ -45,6 +46,7 @@ from .models.lora import add_adapters, stacked_weights, taken_for_experts
 from .models.positions import check_positions
 from .models.probe import check_trains_on
 from .models.quantised import would_be_rounded
+from .models.trained_rows import add_rows
 from .models.weights import check_tied, unread_tensors, untrained_tensors
 from .names.tables import NONE_NEW, Table
 from .prepared import Prepared, PreparedModel
@@ -84,7 +86,10 @@ def prepare_model(
     spec = config.spec
     path = _fetched(spec.model.uri, "model", spec, reporter)
     load = tokenizer or functools.partial(_tokenizer, spec, reporter)
-    new_tokens = load(path).new if spec.model.new_tokens else NONE_NEW
+    new_tokens, rows = NONE_NEW, list[int]()
+    if spec.model.new_tokens or spec.tokens_with_rows:
+        _, loaded, new_tokens = load(path)
+        rows = numbers_of(loaded.backend_tokenizer, spec.tokens_with_rows) if spec.tokens_with_rows else []
     model = build_on_meta(path, spec.model.config_overrides, new_tokens)
     check_positions(model.huggingface.config, spec.data.max_length)
     positions = getattr(model.huggingface.config, "max_position_embeddings", None)
@@ -109,9 +114,9 @@ def prepare_model(
         kinds = model.whole.config.model_type, model.huggingface.config.model_type  # type: ignore[union-attr]
         reporter.say("of a model of type %s the text part (%s) is trained; %d tensors stay as they are", *kinds, others)
     if not spec.trains_all:
-        reporter.say("%s", _part_that_is_trained(model, config))
+        reporter.say("%s", _part_that_is_trained(model, config, rows))
     if model.tables:
-        check_tables(model.tables, trainable_of(config))
+        check_tables(model, trainable_of(config))
         table, *_ = model.tables.values()
         reporter.say("%s", _added_in_words(len(spec.model.new_tokens), new_tokens, table))
     adapters = _first_adapters(config, model, reporter)
@@ -258,8 +263,9 @@ def prepare(
     )
 
 
-def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
-    """Put adapters into ``model``, if the run has some; what there is to train then, in words."""
+def _part_that_is_trained(model: CausalLM, config: TrainerConfig, rows: Sequence[int]) -> str:
+    """Put adapters into ``model``, if the run has some, and ``rows`` of such tokens; what there is to train then, in
+    words."""
     huggingface, lora, parts = model.huggingface, config.spec.lora, list[str]()
     modules = config.spec.training.trainable_modules or ()
     if lora is not None:
@@ -268,6 +274,15 @@ def _part_that_is_trained(model: CausalLM, config: TrainerConfig) -> str:
     if modules:
         check_modules(huggingface, modules)
         parts.append(f"training.trainableModules ({', '.join(modules)})")
+    if rows:
+        tables = add_rows(model, rows, modules)
+        if not tables and lora is not None and lora.trainable_tokens:
+            raise ConfigError(
+                "training.trainableModules names what has the rows of all tokens, which is trained whole: leave "
+                "lora.trainableTokens out"
+            )
+        if tables:
+            parts.append(f"rows of {len(rows)} tokens in {' and '.join(tables)}")
     if config.spec.quantised == "mxfp4" and model.read_as != "mxfp4":
         raise would_be_rounded(config.spec.model.uri)
     trainable = trainable_of(config)

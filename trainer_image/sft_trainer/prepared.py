@@ -16,6 +16,7 @@ from .first_adapters import FirstAdapters
 from .models.attention_choice import Chosen
 from .models.causal_lm import CausalLM
 from .models.lora import initialize_adapters, is_adapter
+from .models.trained_rows import first_rows
 from .models.weights import load_weights
 from .names.tables import NONE_NEW
 from .reporting import Reporter
@@ -48,7 +49,7 @@ class PreparedModel:
         what = f"reading the weights of {spec.model.uri}"
         reporter.phase(Phase.LOADING, what)
         load_weights(
-            [box for box in boxes if not is_adapter(box.name)],
+            [*(box for box in boxes if not is_adapter(box.name)), *first_rows(self.blueprint, boxes)],
             self.blueprint.names,
             self.path,
             on_tensor=lambda done: reporter.alive(Phase.LOADING, f"{what}: {done} tensors"),

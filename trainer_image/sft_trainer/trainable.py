@@ -11,10 +11,12 @@ from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import Quantised
 
 from .errors import ConfigError
+from .models.causal_lm import CausalLM
 from .models.lora import is_adapter
 from .models.packed_rows import Format
 from .models.quantised import FORMATS, pack_layers, packed_weights
 from .models.tensors import tied_names
+from .models.trained_rows import rows_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By the names that fields of the API have for them."""
@@ -97,10 +99,11 @@ def check_modules(huggingface: nn.Module, modules: Collection[str]) -> None:
             raise ConfigError(no_such_module(module, own))
 
 
-def check_tables(tables: Collection[str], trainable: Trainable) -> None:
-    """Raise ``ConfigError`` where ``trainable`` leaves parameters of ``tables`` as they are, which have rows of new
-    tokens."""
-    if left := [name for name in tables if not trainable.trains(name)]:
+def check_tables(model: CausalLM, trainable: Trainable) -> None:
+    """Raise ``ConfigError`` where ``trainable`` leaves tables of ``model`` as they are that have rows of new tokens,
+    and none of their own for these."""
+    trained = {f"{name}.weight" for name in rows_of(model.huggingface)}
+    if left := [name for name in model.tables if not trainable.trains(name) and name not in trained]:
         modules = ", ".join(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name in left))
         raise ConfigError(
             f"tokens of model.addedTokens and model.addedSpecialTokens have rows in {left[0]}, which would stay what "

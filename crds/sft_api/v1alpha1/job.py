@@ -237,14 +237,6 @@ class SFTJobSpec(ApiModel):
             lambda self: self.training.held_dtype == "fp32" or self.lora is None,
         ),
         Rule(
-            "!has(self.lora) || !(has(self.model.addedTokens) || has(self.model.addedSpecialTokens)) || "
-            "has(self.training.trainableModules)",
-            "tokens of model.addedTokens and model.addedSpecialTokens have rows in embeddings and head, which lora "
-            "leaves as they are: set training.trainableModules: [embed_tokens, lm_head], or [embed_tokens] where the "
-            "model ties both",
-            lambda self: self.lora is None or not self.model.new_tokens or self.training.trainable_modules is not None,
-        ),
-        Rule(
             "!has(self.training.optimizer.type) || self.training.optimizer.type != 'muon' || !has(self.strategy) || "
             "!has(self.strategy.fsdp) || !self.strategy.fsdp.cpuOffload",
             "training.optimizer.type: muon multiplies matrices, and strategy.fsdp.cpuOffload has updates made by the "
@@ -370,6 +362,13 @@ class SFTJobSpec(ApiModel):
     def trains_all(self) -> bool:
         """Whether all weights are trained: no adapters beside them, nor some of them alone."""
         return self.lora is None and self.training.trainable_modules is None
+
+    @property
+    def tokens_with_rows(self) -> list[str]:
+        """Tokens of which rows are trained beside adapters, of those tables that are not trained whole."""
+        if self.lora is None:
+            return []
+        return [*dict.fromkeys([*self.model.new_tokens, *(self.lora.trainable_tokens or ())])]
 
     @property
     def quantised(self) -> Quantised | None:

@@ -76,6 +76,14 @@ class LoraSpec(ApiModel):
         description="Whether adapters change the direction of each row of a weight, and a number of its own its "
         "magnitude (DoRA). false when absent.",
     )
+    trainable_tokens: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=128)]], Field(min_length=1, max_length=1024)]
+        | None
+    ) = Field(
+        default=None,
+        description="Tokens of the tokenizer whose rows in embeddings and head are trained, and no others, as those of "
+        "model.addedTokens are. See docs/added-tokens.md.",
+    )
     adapter_uri: ModelUri | None = Field(
         default=None,
         description="Where adapters are from which training starts, as peft writes them (adapter_config.json, "

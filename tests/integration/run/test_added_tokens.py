@@ -76,3 +76,25 @@ def test_a_run_that_adds_tokens_exports_a_model_with_them(place: Place) -> None:
     beside = place.store("again") / "export"
     assert json.loads((beside / "config.json").read_text())["vocab_size"] == published + 64
     assert AutoTokenizer.from_pretrained(beside).get_vocab() == tokenizer.get_vocab()
+
+
+def test_beside_adapters_their_rows_alone_are_trained_by_any_number_of_processes(place: Place) -> None:
+    published = json.loads((place.inputs.model / "config.json").read_text())["vocab_size"]
+    given, _ = sections(place, place.inputs.model, **TOKENS)
+    given |= {"lora": {"rank": 4}, "training": {"steps": 4, "optimizer": {"learningRate": 1e-2}}}
+
+    # Given a run of one process, and one of two
+    alone = place.run(place.job("alone", **given))
+    assert alone.code == 0, alone.said
+    assert "and rows of 3 tokens in model.embed_tokens" in log_of(place.store("alone"))
+    shared = place.run(place.job("shared", **given), "--processes", "2")
+    assert shared.code == 0, shared.said
+
+    # Then both have learnt the same
+    loss = alone.status["progress"]["evalLoss"]
+    assert shared.status["progress"]["evalLoss"] == pytest.approx(loss, rel=1e-5)
+    for name in ("alone", "shared"):
+        export = place.store(name) / "export"
+        settings = json.loads((export / "adapter_config.json").read_text())
+        assert next(iter(settings["trainable_token_indices"].values())) == [*range(published, published + 3)]
+        assert (export / "adapter_model.safetensors").stat().st_size < 2**18

@@ -165,7 +165,6 @@ def test_experts_have_a_rank_of_their_own(tmp_path: Path) -> None:
         ({"lora_bias": True}, '"lora_bias": true'),
         ({"fan_in_fan_out": True}, '"fan_in_fan_out": true'),
         ({"layer_replication": [[0, 2]]}, '"layer_replication": [[0, 2]]'),
-        ({"trainable_token_indices": [3]}, '"trainable_token_indices": [3]'),
         ({"alora_invocation_tokens": [1]}, '"alora_invocation_tokens": [1]'),
         ({"something_of_tomorrow": 3}, '"something_of_tomorrow": 3'),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa': such adapters belong to weights that were"),

@@ -238,6 +238,10 @@ SENTENCES = {
     "tokens: [<a>]": "unknown field spec.tokens; did you mean spec.model.addedTokens?",
     "additionalTokens: [<a>]": "unknown field spec.additionalTokens; did you mean spec.model.addedTokens?",
     "resizeTokenEmbeddings: 8": "unknown field spec.resizeTokenEmbeddings; did you mean spec.model.addedTokens?",
+    "lora: {trainable_token_indices: [3]}": "unknown field spec.lora.trainable_token_indices; did you mean "
+    "spec.lora.trainableTokens?",
+    "peft_trainable_token_indices: [3]": "unknown field spec.peft_trainable_token_indices; did you mean "
+    "spec.lora.trainableTokens?",
     "training: {add_tokens: [<a>]}": "unknown field spec.training.add_tokens; did you mean spec.model.addedTokens?",
     "training: {additionalSpecialTokens: [<a>]}": "unknown field spec.training.additionalSpecialTokens; did you mean "
     "spec.model.addedSpecialTokens?",

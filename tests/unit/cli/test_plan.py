@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +431,37 @@ def test_added_tokens_are_shown() -> None:
     shown = decisions(model={"uri": "hf://Qwen/Qwen3-8B", **given})["added tokens"]
     assert (shown.value, shown.origin) == ("3, 1 of them special", Origin.GIVEN)
     assert shown.why == "where the tokenizer lacks them: <a> <b> <|c|>"
+
+
+def test_rows_of_tokens_are_counted_among_what_is_trained(tmp_path: Path) -> None:
+    lora = {"rank": 4, "trainableTokens": ["a", "b", "c"]}
+    model = {"uri": "hf://Qwen/Qwen3-8B", "addedTokens": ["<a>", "a"]}
+    shown = decisions(model=model, lora=lora)["trained tokens"]
+    assert (shown.value, shown.origin, shown.why) == ("3", Origin.GIVEN, "lora.trainableTokens: a b c")
+
+    # In embeddings and head, or in both at once, but in none that is trained whole
+    whole = known_shape("hf://Qwen/Qwen3-8B")
+    assert whole is not None
+    added, heads = -(-(whole.vocabulary + 2) // 64) * 64 - whole.vocabulary, {"trainableModules": ["lm_head"]}
+    for tied, training, rows in ((False, {}, 2 * 4), (True, {}, 4), (False, heads, 4 + added)):
+        shape = replace(whole, tied=tied)
+
+        def trained(uri: dict[str, Any], lora: dict[str, Any], *, of: Any = shape, by: Any = training) -> int:
+            found = measure_trained(job(model=uri, lora=lora, training=by).spec, of)
+            assert isinstance(found, Trained)
+            return found.parameters
+
+        without = trained({"uri": "hf://Qwen/Qwen3-8B"}, {"rank": 4})
+        assert trained(model, lora) - without == rows * whole.hidden_size
+
+    # And by the files of a model
+    shapes = {"model.layers.0.self_attn.q_proj": (4, 8), "model.embed_tokens": (10, 8), "lm_head": (10, 8)}
+    save_file({f"{name}.weight": torch.zeros(*size) for name, size in shapes.items()}, tmp_path / "model.safetensors")
+    for config, rows in (({}, 8), ({"tie_word_embeddings": True}, 4)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = measure_trained(job(model={**model, "uri": f"file://{tmp_path}"}, lora=lora).spec)
+        assert isinstance(found, Trained)
+        assert found.parameters == 4 * (4 + 8) + rows * 8
 
 
 def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -342,6 +342,40 @@ def test_rows_that_would_not_be_trained_are_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("modules", "tables"),
+    [
+        (None, "rows of 2 tokens in model.embed_tokens and lm_head"),
+        (["lm_head"], "training.trainableModules (lm_head) and rows of 2 tokens in model.embed_tokens"),
+    ],
+)
+def test_beside_adapters_their_rows_are_trained_alone(
+    tmp_path: Path, modules: list[str] | None, tables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, said = chat_tokenizer("chatml"), list[str]()
+    save_model("llama", tmp_path / "model", vocab_size=len(tokenizer.get_vocab()))
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = {"uri": f"file://{tmp_path}/model", "addedTokens": ["<a>", "<b>"]}
+    training = {"trainableModules": modules} if modules else {}
+    document = manifest(tmp_path, tmp_path / "store", model=model, lora=LORA, training=training)
+    reporter = Reporter(tmp_path, writes=False)
+    monkeypatch.setattr(reporter, "say", lambda text, *given: said.append(text % given))
+
+    prepared = prepare_model(resolve(document), reporter, CPU)
+
+    assert any(f"{tables}: " in line for line in said)
+    parameters = dict(prepared.blueprint.huggingface.named_parameters())
+    names = [name for name in parameters if name.endswith("trained_rows.weight")]
+    expected = ["model.embed_tokens"] if modules else ["model.embed_tokens", "lm_head"]
+    assert names == [f"{table}.trained_rows.weight" for table in expected]
+
+    # But tokens of which all rows are trained are not named once more
+    document["spec"]["lora"] = {**LORA, "trainableTokens": ["<a>"]}
+    document["spec"]["training"]["trainableModules"] = ["embed_tokens", "lm_head"]
+    with pytest.raises(ConfigError, match=r"trained whole: leave lora\.trainableTokens out"):
+        prepare_model(resolve(document), reporter, CPU)
+
+
 def test_a_model_with_tables_besides_gets_no_rows(tmp_path: Path) -> None:
     save_model("gemma4_text", tmp_path, hidden_size_per_layer_input=8, vocab_size_per_layer_input=128)
     assert [*build_on_meta(tmp_path, None, SPARE).tables] == ["model.embed_tokens.weight"]

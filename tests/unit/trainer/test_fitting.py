@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.causal_lm import build_on_meta
 from sft_trainer.models.lora import add_adapters
+from sft_trainer.models.trained_rows import add_rows
 from sft_trainer.muon import MOMENTUM
 from sft_trainer.strategies.fitting import check_fits
 from sft_trainer.strategies.fsdp import FsdpStrategy, fitting
@@ -160,18 +162,26 @@ def test_what_cannot_be_followed_is_trained_all_the_same(
     assert "could not be reckoned" in caplog.text
 
 
-def sizes(folder: Path, modules: list[str], lora: dict[str, Any] | None) -> tuple[Sizes, Sizes]:
-    """Of the model in ``folder``, as it is and by its shape."""
+def sizes(
+    folder: Path, modules: list[str], lora: dict[str, Any] | None, added: Sequence[str] = ()
+) -> tuple[Sizes, Sizes]:
+    """Of the model in ``folder``, to whose tokens, as many as it has rows, some are ``added``: as it is and by its
+    shape."""
     sections: dict[str, Any] = {"lora": lora} if lora else {}
+    if added:
+        sections["model"] = {"uri": f"file://{folder}", "addedTokens": [*added]}
     if modules:
         sections["training"] = {"trainableModules": modules}
     config = resolve(manifest(folder, folder.with_name("store"), **sections))
-    blueprint = build_on_meta(folder)
-    huggingface: Any = blueprint.huggingface
-    shape = shape_of(huggingface.config.to_dict())
+    shape = shape_of(json.loads((folder / "config.json").read_text()))
     assert shape is not None
+    new = range(shape.vocabulary, shape.vocabulary + len(added))
+    blueprint = build_on_meta(folder, None, new)
+    huggingface: Any = blueprint.huggingface
     if config.spec.lora:
         add_adapters(huggingface, config.spec.lora, modules)
+        if tokens := len(config.spec.tokens_with_rows):
+            add_rows(blueprint, range(new.stop - tokens, new.stop), modules)
     return sizes_seen(blueprint, trainable_of(config)), sizes_of(shape, config.spec)
 
 
@@ -186,6 +196,17 @@ def test_sizes_are_those_of_the_shape(tmp_path: Path, tied: bool, modules: list[
     seen, reckoned = sizes(tmp_path, modules, lora)
 
     assert seen == reckoned
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "trainableTokens": ["a", "b"]}])
+@pytest.mark.parametrize("modules", [[], ["layers.1"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+@pytest.mark.parametrize("tied", [False, True])
+def test_so_are_those_with_added_tokens(tmp_path: Path, tied: bool, modules: list[str], lora: Any) -> None:
+    save_model("qwen3", tmp_path, tie_word_embeddings=tied, vocab_size=100, **IN_BLOCKS)
+    seen, reckoned = sizes(tmp_path, modules, lora, added=("<a>", "<b>", "<c>"))
+
+    assert seen == reckoned
+    assert seen.vocabulary == 128
 
 
 @pytest.mark.parametrize("modules", [[], ["layers.1.mlp.experts"], ["q_proj", "lm_head"]])

@@ -1,6 +1,6 @@
 """Tokens that a run gives its tokenizer: ``model.addedTokens`` and ``model.addedSpecialTokens``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,7 @@ from sft_trainer.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+_PIECES_SHOWN = 5
 _FIELDS = {False: "model.addedTokens", True: "model.addedSpecialTokens"}
 
 
@@ -81,6 +82,23 @@ def _lacking(backend: "Tokenizer", vocabulary: Mapping[str, int], tokens: Mappin
     return lacking
 
 
+def numbers_of(backend: "Tokenizer", tokens: Iterable[str]) -> list[int]:
+    """The numbers of ``tokens``, ascending; a ``ConfigError`` for text that is not one token of ``backend``."""
+    added = {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
+    found = set[int]()
+    for token in tokens:
+        number = added.get(token, _number_of(token, backend))
+        if number is None:
+            pieces = [backend.decode([one], skip_special_tokens=False) for one in _encoded(token, backend)]
+            raise ConfigError(
+                f"lora.trainableTokens has {token!r}, which is no token of the tokenizer, but {len(pieces)} "
+                f"({', '.join(map(repr, pieces[:_PIECES_SHOWN]))}{', …' * (len(pieces) > _PIECES_SHOWN)}): name it in "
+                "model.addedTokens, or leave it out"
+            )
+        found.add(number)
+    return sorted(found)
+
+
 def _ends(token: str) -> Iterator[str]:
     """What is left of ``token`` without its first characters, the longest first."""
     return (token[start:] for start in range(1, len(token)))
@@ -88,7 +106,18 @@ def _ends(token: str) -> Iterator[str]:
 
 def _is_ordinary(token: str, backend: "Tokenizer") -> bool:
     """Whether ``backend`` makes one token of it, by whatever name: byte-level vocabularies spell 你好 as ä½łå¥½."""
-    encoding = backend.encode(token, add_special_tokens=False)
-    numbers = [*compress(encoding.ids, encoding.attention_mask)]  # some backends pad
+    return _number_of(token, backend) is not None
+
+
+def _number_of(token: str, backend: "Tokenizer") -> int | None:
+    """What ``backend`` makes of it; None where that is not one token."""
+    numbers = _encoded(token, backend)
     # One that stands for all that is unknown, or for the text in lower case, is another text.
-    return len(numbers) == 1 and backend.decode(numbers, skip_special_tokens=False) == token
+    if len(numbers) == 1 and backend.decode(numbers, skip_special_tokens=False) == token:
+        return numbers[0]
+    return None
+
+
+def _encoded(token: str, backend: "Tokenizer") -> list[int]:
+    encoding = backend.encode(token, add_special_tokens=False)
+    return [*compress(encoding.ids, encoding.attention_mask)]  # some backends pad

@@ -39,7 +39,7 @@ def exported_alone(
     # All weights come from the checkpoint: of the model only what a tokenizer consists of, which its configs are among.
     folder = fetch(files.uri, "tokenizer")
     adapters = Adapters.of(config, files.uri)
-    if is_part(folder) and (adapters is None or adapters.form == "model" or adapters.modules):
+    if is_part(folder) and (adapters is None or adapters.form == "model" or adapters.modules or adapters.tokens):
         # What of the whole model was not trained is exported too; and only its files say which weights are tied.
         folder = fetch(files.uri, "model")
     other = files.tokenizer_uri

@@ -77,7 +77,7 @@ def export_checkpoint(
     CheckpointCorruptError, which names the checkpoint, ConfigError when it does not fit the model or another run's
     model is there, or what the stores raise. What was finished until then stays for the next try.
     """
-    shape = shape_of(exported.model, exported.folder, exported.adapters, file_bytes)
+    shape = shape_of(exported.model, exported.folder, exported.adapters, file_bytes, exported.tokenizer)
     plan = shape.plan
     record = ExportRecord.of(exported.name, exported.manifest, shape.form)
     mark = _mark(exported.manifest, plan)
@@ -102,7 +102,16 @@ def _is_there(target: Store, record: ExportRecord) -> bool:
 
 def _values(exported: Exported, shape: Shape) -> Values:
     names = exported.model.names
-    values = Values(exported.store, exported.manifest, names, exported.base, shape.added, shape.packed, shape.copied)
+    values = Values(
+        exported.store,
+        exported.manifest,
+        names,
+        exported.base,
+        shape.added,
+        shape.packed,
+        shape.copied,
+        shape.rows,
+    )
     values.check(shape.plan)
     return values
 

@@ -16,6 +16,7 @@ from sft_api.place import (
 )
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.lora import LoraSpec
+from sft_trainer.data.added_tokens import numbers_of
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import (
     Beside,
@@ -28,6 +29,7 @@ from sft_trainer.models.lora import (
 )
 from sft_trainer.models.quantised import FORMATS, packed_weights
 from sft_trainer.models.tensors import tied_names
+from sft_trainer.models.trained_rows import InPlace, add_rows, rows_in_tables, tables_with_rows
 from sft_trainer.models.weights import untrained_tensors
 
 from .plan import FILE_BYTES, Plan, plan_adapter, plan_export
@@ -44,6 +46,8 @@ class Adapters:
     """Where the model beside them came from, at the revision that the run is pinned to."""
     modules: tuple[str, ...] = ()
     """Names of modules that are trained besides."""
+    tokens: tuple[str, ...] = ()
+    """Of which rows are trained besides."""
 
     @classmethod
     def of(cls, config: TrainerConfig, base_uri: str) -> "Adapters | None":
@@ -51,7 +55,8 @@ class Adapters:
         spec = config.spec
         if spec.lora is None:
             return None
-        return cls(spec.lora, form_of(spec), base_uri, tuple(spec.training.trainable_modules or ()))
+        modules = tuple(spec.training.trainable_modules or ())
+        return cls(spec.lora, form_of(spec), base_uri, modules, tuple(spec.tokens_with_rows))
 
     def trains(self, parameter: str) -> bool:
         """Whether that parameter of the model with its adapters is trained."""
@@ -66,6 +71,8 @@ class Shape:
     plan: Plan
     adapter_config: Mapping[str, Any] | None = None
     """Content of the last file, where that is not the model's own configuration."""
+    rows: Mapping[str, InPlace] = field(default_factory=dict)
+    """Trained rows that weights have in place of their own, by the canonical names of these."""
     added: Mapping[str, Beside] = field(default_factory=dict)
     """Adapters that are added to the weights, or were trained beside them, by the canonical names of these."""
     packed: frozenset[str] = frozenset()
@@ -86,12 +93,16 @@ class Shape:
         return (EXPORT_WEIGHTS, EXPORT_ADAPTER) if self.either else (EXPORT_WEIGHTS,)
 
 
-def shape_of(model: CausalLM, folder: Path, adapters: Adapters | None, file_bytes: int = FILE_BYTES) -> Shape:
+def shape_of(
+    model: CausalLM, folder: Path, adapters: Adapters | None, file_bytes: int = FILE_BYTES, tokenizer: Any = None
+) -> Shape:
     """That of an export of ``model``, on the meta device and without adapters, which came from ``folder``: with its
     weights where it is a part of a whole model, which is exported then.
 
-    Where ``adapters`` are to be exported as such, it gets them.
+    Where ``adapters`` are to be exported as such, it gets them. Their tokens are those of ``tokenizer``.
     """
+    tokens = adapters.tokens if adapters else ()
+    numbers = numbers_of(tokenizer.backend_tokenizer, tokens) if tokens else []
     if adapters is None or adapters.form == "model":
         untrained = untrained_tensors(model, folder)
         plan = plan_export(model, model.stored_dtype, file_bytes, untrained)
@@ -99,14 +110,18 @@ def shape_of(model: CausalLM, folder: Path, adapters: Adapters | None, file_byte
         if adapters is None:
             return Shape("model", plan, copied=copied)
         added = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
-        return Shape("model", plan, added=added, packed=_packed(model, adapters), copied=copied, either=True)
+        rows = dict[str, InPlace]()
+        if numbers:
+            rows = rows_in_tables(model, tables_with_rows(model, numbers, adapters.modules), numbers)
+        return Shape("model", plan, None, rows, added, _packed(model, adapters), copied, either=True)
     beside, packed = dict[str, Beside](), frozenset[str]()
     if adapters.lora.use_dora:
         # Of these peft has whole magnitudes, not what was added to those of the base.
         beside = adapters_beside(model.huggingface, model.names, adapters.lora, adapters.modules)
         packed = _packed(model, adapters)
-    config = _peft_config(adapters, model)
-    return Shape("adapter", plan_adapter(model, adapters.trains), config, beside, packed, either=True)
+    config = _peft_config(adapters, model, numbers)
+    plan = plan_adapter(model, adapters.trains)
+    return Shape("adapter", plan, config, added=beside, packed=packed, either=True)
 
 
 def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
@@ -120,8 +135,8 @@ def _packed(model: CausalLM, adapters: Adapters) -> frozenset[str]:
     return frozenset(part.name for name in packed for part in model.names.parts(name, tuple(weights[name].shape)))
 
 
-def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
-    """Fields of peft's ``LoraConfig`` for the adapters that ``model`` gets here."""
+def _peft_config(adapters: Adapters, model: CausalLM, numbers: Sequence[int]) -> dict[str, Any]:
+    """Fields of peft's ``LoraConfig`` for the adapters that ``model`` gets here, and rows of the tokens ``numbers``."""
     linear, _ = linear_layers(model.huggingface)
     stacked = stacked_weights(model.huggingface)
     lora = adapters.lora
@@ -129,6 +144,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
     # Before there are adapters, whose modules are called as what they are beside.
     modules = _modules_of_peft(model, adapters.modules)
     chosen = add_adapters(model.huggingface, lora, adapters.modules)
+    tables = add_rows(model, numbers, adapters.modules) if numbers else []
     # Named as layers they would be its experts to peft; beside weights in 4 bits it knows no parameters.
     apart = taken_for_experts(model.huggingface) if lora.quantised != "nf4" else []
     experts = shortest([name for name in chosen if name in stacked], stacked, 2)
@@ -156,6 +172,7 @@ def _peft_config(adapters: Adapters, model: CausalLM) -> dict[str, Any]:
         "use_rslora": False,
         "use_dora": bool(lora.use_dora),
         "modules_to_save": [*map(model.module_of_whole, modules)] or None,
+        **({"trainable_token_indices": {model.module_of_whole(name): [*numbers] for name in tables}} if tables else {}),
         "inference_mode": True,
     }
 

@@ -16,6 +16,7 @@ from sft_trainer.boxes import Rectangle
 from sft_trainer.models.causal_lm import CausalLM
 from sft_trainer.models.lora import MAGNITUDE, A, B, StackedAdapter, stacked_adapter
 from sft_trainer.models.tensors import stored_tensors, tied_names
+from sft_trainer.models.trained_rows import beside_rows, is_row
 from sft_trainer.models.weights import Untrained
 from sft_trainer.names.canonical import Part as CanonicalPart
 
@@ -207,6 +208,8 @@ def _peft_entry(model: CausalLM, parameter: str, shape: tuple[int, ...], name: s
     canonical, stacked = model.names.parts(parameter, shape), stacked_adapter(model.huggingface, parameter)
     if parameter.endswith(f".{MAGNITUDE}"):
         name = f"{name}_vector"
+    if is_row(parameter):
+        name = f"{beside_rows(name)}.token_adapter.trainable_tokens_delta"
     if (table := model.tables.get(parameter)) is not None:
         # As peft enlarges a base, by the number of tokens: rows that no token has would not fit into it.
         (part,) = canonical

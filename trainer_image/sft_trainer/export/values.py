@@ -4,10 +4,12 @@ Read in the order in which they are written, a bounded block at a time, the next
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from sft_trainer.checkpoint.store import OnBytes, Store
 from sft_trainer.errors import ConfigError
 from sft_trainer.models.lora import Beside
 from sft_trainer.models.nf4 import pack, unpacked
+from sft_trainer.models.trained_rows import InPlace
 from sft_trainer.models.weights import copy_tensors, load_weights
 from sft_trainer.names.canonical import Names
 from sft_trainer.names.canonical import Part as CanonicalPart
@@ -54,13 +57,15 @@ class Values:
         added: Mapping[str, Beside] | None = None,
         packed: Collection[str] = (),
         copied: Collection[str] = (),
+        rows: Mapping[str, InPlace] = MappingProxyType({}),
     ) -> None:
         """``base`` gets the base with its weights; it is asked for only when the checkpoint lacks some.
 
         To those that it has in ``added``, by canonical name, adapters of the checkpoint are added. The magnitudes of
         these are whole ones: with the norms of rows of the base.
         Of the base those with names in ``packed`` are what they were in training, rounded to 4 bits. Names in
-        ``copied`` are not canonical, but those of tensors of the base's files.
+        ``copied`` are not canonical, but those of tensors of the base's files. Those in ``rows`` have such rows of the
+        checkpoint in place of their own.
         Raises CheckpointCorruptError, which names the checkpoint.
         """
         self._store = store
@@ -71,6 +76,7 @@ class Values:
         self._stacked: tuple[str, int, Box, Box] | None = None
         self._packed = packed
         self._copied = frozenset(copied)
+        self._rows = rows
         self._get_base = base
         self._base_folder: Path | None = None
         try:
@@ -138,6 +144,7 @@ class Values:
         for box in from_base:
             self._round(box)
             self._add_adapter(box, on_bytes)
+            self._put_rows(box, on_bytes)
         for box in saved:
             if box.name in self._magnitudes:
                 self._add_norms(box, on_bytes)
@@ -151,6 +158,17 @@ class Values:
         """Make of ``box``, of the base, what it was in training."""
         if box.name in self._packed:
             box.write(unpacked(pack(box.local), torch.float32))
+
+    def _put_rows(self, box: Box, on_bytes: OnBytes) -> None:
+        """Have ``box``, of the base, what was trained in place of some of its rows."""
+        if (rows := self._rows.get(box.name)) is None:
+            return
+        (first, left), (count, columns) = box.place.offsets, box.place.sizes
+        begin, end = (bisect_left(rows.numbers, row) for row in (first, first + count))
+        if begin == end:
+            return
+        (trained,) = self._parts({rows.part: Rectangle((begin, left), (end - begin, columns))}, on_bytes)
+        box.local[[number - first for number in rows.numbers[begin:end]]] = trained.local.to(box.dtype)
 
     def _add_norms(self, box: Box, on_bytes: OnBytes) -> None:
         """Add the norms of the base's rows to ``box``, by how much magnitudes are more than these."""

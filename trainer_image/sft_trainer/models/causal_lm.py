@@ -30,6 +30,7 @@ from .overrides import config_of
 from .probe import check_documents_stay_apart, check_dropouts, check_no_layer_is_skipped
 from .routers import Routers
 from .text_part import Whole, build_whole, causal_class, is_tied, published_config, whole_of
+from .trained_rows import other_rows
 
 _RANDOM = ("drop", "jitter")
 """What the names of a config's probabilities and widths have in common by which a model draws random numbers."""
@@ -116,8 +117,9 @@ class CausalLM(nn.Module):
             )
         hidden = output.last_hidden_state.squeeze(0)[targets]
         head = model.get_output_embeddings()
+        others = other_rows(model.get_input_embeddings(), head)
         if scale is None:
-            return evaluation_sums(hidden, head.weight, labels, self.logits, bias=head.bias)
+            return evaluation_sums(hidden, head.weight, labels, self.logits, bias=head.bias, others=others)
         loss, total = linear_cross_entropy(
             hidden,
             head.weight,
@@ -127,6 +129,7 @@ class CausalLM(nn.Module):
             fused=self.fused,
             objective=self.objective,
             bias=head.bias,
+            others=others,
         )
         if balance is None:
             return loss, total

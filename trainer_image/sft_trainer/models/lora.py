@@ -33,6 +33,7 @@ from . import grouped_experts
 from .experts import has_experts, stacked_parameters
 from .nf4 import linear, values_of
 from .routers import within_routers
+from .trained_rows import is_row
 
 A, B = "lora_A.weight", "lora_B.weight"
 """How the names of their parameters end, behind that of the layer."""
@@ -41,8 +42,8 @@ MAGNITUDE = "lora_magnitude"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter ``name``, canonical or of a module, is that of an adapter."""
-    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}"))
+    """Whether the parameter ``name``, canonical or of a module, is that of an adapter, or of rows of single tokens."""
+    return name.endswith((f".{A}", f".{B}", f".{MAGNITUDE}")) or is_row(name)
 
 
 class LoraLinear(nn.Linear):

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from sft_api.layers import ROWS_MULTIPLE
+
 NONE_NEW = range(0)
 """Numbers of new tokens where there are none."""
-_MULTIPLE = 64
-"""Of rows where a table gets more: products with a head of an odd number of columns are slow on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Table:
     @property
     def rows(self) -> int:
         """That it has in the run: as many as in files, where these are enough."""
-        return self.stored if self.named == self.stored else -(-self.named // _MULTIPLE) * _MULTIPLE
+        return self.stored if self.named == self.stored else -(-self.named // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
     @property
     def known(self) -> range:
