@@ -133,6 +133,15 @@ def test_adapters_that_the_run_does_not_train_are_found_by_the_config_of_the_mod
         look(job, tmp_path)
 
 
+def test_a_token_to_train_that_the_tokenizer_lacks_is_found_by_its_files(job: dict[str, Any], tmp_path: Path) -> None:
+    job["spec"]["model"]["addedTokens"] = ["<ticket>"]
+    job["spec"]["lora"] = {"trainableTokens": ["<ticket>"]}
+    look(job, tmp_path)
+    job["spec"]["lora"]["trainableTokens"].append("<other>")
+    with pytest.raises(ConfigError, match=r"^lora.trainableTokens has '<other>', which is no token of the tokenizer"):
+        look(job, tmp_path)
+
+
 def test_weights_that_are_quantised_otherwise_are_found_by_the_config_of_the_model(
     job: dict[str, Any], tmp_path: Path, tiny_inputs: Any
 ) -> None:

@@ -21,6 +21,7 @@ from sft_trainer.checkpoint.reading import load_boxes
 from sft_trainer.data.added_tokens import numbers_of
 from sft_trainer.data.tokenizer import load_tokenizer, load_with_new_tokens
 from sft_trainer.errors import ConfigError
+from sft_trainer.export.alone import exported_alone
 from sft_trainer.export.forms import Adapters
 from sft_trainer.first_adapters import FirstAdapters
 from sft_trainer.loss import Logits, OtherRows, evaluation_sums, linear_cross_entropy
@@ -43,7 +44,7 @@ from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.topologies import here
 from tests.unit.trainer.exporting import checkpoint
-from tests.unit.trainer.test_added_rows import exported_with, logits_of_ours
+from tests.unit.trainer.test_added_rows import exported_with
 from tests.unit.trainer.test_models import save_model
 from tests.whole_models import save_whole
 
@@ -181,36 +182,48 @@ def test_a_base_with_too_few_rows_is_enlarged_for_them(tmp_path: Path) -> None:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    expected = logits_of_ours_with_rows(ours, ids)
-    of_peft: Any = AutoPeftModelForCausalLM.from_pretrained(adapters)
-    given = of_peft(input_ids=ids[None]).logits[0].detach()
-    torch.testing.assert_close(given, expected[:, : run.new.stop], rtol=1e-4, atol=1e-4)
     whole: Any = AutoModelForCausalLM.from_pretrained(merged)
-    torch.testing.assert_close(whole(input_ids=ids[None]).logits[0].detach(), expected, rtol=1e-4, atol=1e-4)
+    logits = whole(input_ids=ids[None]).logits[0]
+    of_whole = cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    torch.testing.assert_close(of_whole, loss_of(ours, ids), rtol=1e-5, atol=0)
+    of_peft: Any = AutoPeftModelForCausalLM.from_pretrained(adapters)
+    torch.testing.assert_close(of_peft(input_ids=ids[None]).logits[0], logits[:, : run.new.stop], rtol=1e-4, atol=1e-4)
+
+    # And whoever exports it without the run writes the same
+    chat_tokenizer("chatml").save_pretrained(run.source)
+    for form, name in (("adapter", "adapter_model.safetensors"), ("model", "model.safetensors")):
+        config = Run(tmp_path, export={"mergeAdapter": form == "model"}).config
+        made = exported_alone(config, config.spec.model, store, saved, lambda *_: run.source, lambda _: None)
+        export(made, LocalStore(tmp_path / f"alone-{form}"))
+        assert (tmp_path / f"alone-{form}" / name).read_bytes() == (tmp_path / form / name).read_bytes()
 
 
-@torch.no_grad()
-def logits_of_ours_with_rows(strategy: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of tokens, (tokens, rows)."""
-    huggingface, logits = strategy.model.huggingface, logits_of_ours(strategy, ids)
-    hidden = logits_of_ours_hidden(strategy, ids)
-    rows = rows_of(huggingface)
-    head = [*rows.values()][-1]
-    logits[:, list(head.numbers)] = hidden @ gathered(head.weight).T
-    return logits
+@pytest.mark.parametrize(("precision", "base"), [("fp32", "nf4"), ("bf16", "bf16")])
+def test_beside_a_base_that_is_rounded_they_are_as_in_the_model_that_is_exported(
+    tmp_path: Path, precision: str, base: str
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    lora, training = {**LORA, "basePrecision": base}, {"precision": precision}
+    run, store = Run(tmp_path, options=sizes, lora=lora, training=training), LocalStore(tmp_path / "store")
+    ours = changed(run.begin())
+    saved = checkpoint(ours, store, base_digest=base_digest(run.without(), run.source))
+    bin_ = random_bin(1, 40, vocabulary=run.new.stop)
+    bin_.input_ids[: len(run.numbers)] = torch.tensor(run.numbers)
 
+    found = ours.forward_backward([bin_], 39, 39)
 
-@torch.no_grad()
-def logits_of_ours_hidden(strategy: Any, ids: torch.Tensor) -> torch.Tensor:
-    from sft_trainer.models.attention import boundary_arguments
+    from transformers import AutoModelForCausalLM
 
-    hidden: torch.Tensor = strategy.model.huggingface.base_model(
-        input_ids=ids[None],
-        position_ids=torch.arange(len(ids))[None],
-        use_cache=False,
-        **boundary_arguments(Boundaries.of([len(ids)])),
-    ).last_hidden_state[0]
-    return hidden
+    whole: Any = AutoModelForCausalLM.from_pretrained(run.export(saved, store, "model"), dtype=torch.float32)
+    expected = cross_entropy(
+        whole(input_ids=bin_.input_ids[None]).logits[0, bin_.targets], bin_.labels, reduction="sum"
+    )
+    torch.testing.assert_close(
+        float(found), float(expected.detach()), rtol=1e-5 if precision == "fp32" else 1e-2, atol=0
+    )
+    for module in rows_of(ours.model.huggingface).values():
+        assert module.weight.grad is not None
+        assert gathered(module.weight.grad).any()
 
 
 def test_of_a_text_part_peft_finds_them_in_the_whole_model(tmp_path: Path) -> None:
