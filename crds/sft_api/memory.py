@@ -22,7 +22,6 @@ from .layers import (
     trained_in_rows_of,
     trained_weights,
     trains_module,
-    with_added_tokens,
 )
 from .model_shape import ModelShape, Transformed
 from .v1alpha1.job import SFTJobSpec
@@ -121,12 +120,9 @@ class Sizes:
         return self.in_matrices if spec.training.optimizer.is_muon else self.in_blocks
 
 
-def sizes_of(shape: ModelShape, spec: SFTJobSpec, *, least: bool = False) -> Sizes:
-    """Of a model of ``shape`` as ``spec`` trains it; a ``least`` where it has rows to spare for added tokens."""
-    lora = spec.lora
-    if not least:
-        shape = with_added_tokens(shape, spec)
-    rows = parameters_of_rows(shape, spec)
+def sizes_of(shape: ModelShape, spec: SFTJobSpec) -> Sizes:
+    """Of a model of ``shape`` as ``spec`` trains it."""
+    lora, rows = spec.lora, parameters_of_rows(shape, spec)
     adapted = adapted_of(shape, spec)
     adapters = [*map(lora.parameters_on, adapted)] if lora else [0]
     weights, trained_root = trained_weights(shape, spec)
@@ -183,7 +179,7 @@ def estimate(shape: ModelShape, spec: SFTJobSpec, plan: PlanStatus, *, least: bo
     if trains_module(embeddings_of(shape), spec) or embeddings_of(shape) in tables_with_rows(shape, spec):
         first = 0
     kinds: Counter[BlockMemory] = Counter({NOTHING: first} if first else {})
-    sizes, computed = sizes_of(shape, spec, least=least), BYTES[plan.precision]
+    sizes, computed = sizes_of(shape, spec), BYTES[plan.precision]
     unpacked, tokens = computed * sizes.packed_matrix, micro_batch_tokens(spec, plan)
     for (number, names, trained), count in Counter(blocks[first:]).items():
         kind, compiled = shape.distinct[number], plan.compile

@@ -1,5 +1,6 @@
 """What memory of its GPUs and of its nodes a run takes, by what is known of its model. Pure."""
 
+from .layers import with_added_tokens
 from .memory import MemoryEstimate, estimate, estimate_states, offloaded_bytes, sizes_of, staging_bytes
 from .memory_megatron import estimate_stage, estimate_stage_states
 from .model_shape import ModelShape
@@ -19,10 +20,11 @@ def parameter_count(text: str) -> int:
 
 
 def memory_of(spec: SFTJobSpec, plan: PlanStatus, shape: ModelShape | None) -> MemoryEstimate | None:
-    """Of one GPU, by the model's ``shape`` or, without one, by ``model.parameters``; None where neither is known."""
+    """Of one GPU, by the ``shape`` of the model's files or, without one, by ``model.parameters``; None where neither is
+    known."""
     whole, states = (estimate_stage, estimate_stage_states) if megatron_of(spec) else (estimate, estimate_states)
     if shape is not None:
-        return whole(shape, spec, plan)
+        return whole(with_added_tokens(shape, spec), spec, plan)
     count = spec.model.parameters
     return None if count is None else states(parameter_count(count), spec, plan)
 
@@ -32,7 +34,7 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     if spec.training.dummy_run is not None:
         return 0
     if shape is not None:
-        sizes = sizes_of(shape, spec)
+        sizes = sizes_of(with_added_tokens(shape, spec), spec)
         return staging_bytes(sizes.trained, sizes.in_smaller(spec), spec)
     if spec.model.parameters is None or not spec.trains_all:
         return 0
@@ -43,7 +45,7 @@ def staging(spec: SFTJobSpec, shape: ModelShape | None) -> int:
 def offloaded(spec: SFTJobSpec, shape: ModelShape | None) -> int:
     """Bytes of host memory of a node that ``strategy.fsdp.cpuOffload`` takes; 0 without it, or where not known."""
     if shape is not None:
-        sizes = sizes_of(shape, spec)
+        sizes = sizes_of(with_added_tokens(shape, spec), spec)
         frozen = sizes.parameters - sizes.trained
         return offloaded_bytes(sizes.trained, sizes.in_smaller(spec), frozen, spec, sizes.packed)
     if spec.model.parameters is None:

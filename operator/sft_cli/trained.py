@@ -17,7 +17,7 @@ from sft_api.adapters import (
     refused_by_peft,
     within,
 )
-from sft_api.layers import adapted_of
+from sft_api.layers import adapted_of, with_added_tokens
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
 from sft_api.peft_files import in_text_part
@@ -87,7 +87,7 @@ def measure_trained(spec: SFTJobSpec, shape: ModelShape | None = None) -> Traine
 
 
 def _by_shape(shape: ModelShape, spec: SFTJobSpec) -> Trained | None:
-    adapted, sizes = adapted_of(shape, spec), sizes_of(shape, spec)
+    adapted, sizes = adapted_of(shape, spec), sizes_of(with_added_tokens(shape, spec), spec)
     # Names that no layer has are refused with the memory, which follows from them.
     if not sizes.trained or (spec.lora and not any(adapted)):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft_api.layers import with_added_tokens
 from sft_api.memory import Sizes, estimate, sizes_of
 from sft_api.memory_needed import staging
 from sft_api.model_config import shape_of
@@ -182,7 +183,7 @@ def sizes(
         add_adapters(huggingface, config.spec.lora, modules)
         if tokens := len(config.spec.tokens_with_rows):
             add_rows(blueprint, range(new.stop - tokens, new.stop), modules)
-    return sizes_seen(blueprint, trainable_of(config)), sizes_of(shape, config.spec)
+    return sizes_seen(blueprint, trainable_of(config)), sizes_of(with_added_tokens(shape, config.spec), config.spec)
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}, {"rank": 4, "basePrecision": "nf4"}])

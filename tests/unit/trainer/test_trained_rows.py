@@ -126,6 +126,7 @@ def loss_of(strategy: Any, ids: torch.Tensor) -> torch.Tensor:
         ("qwen3", {"tie_word_embeddings": True}, None),
         ("gemma2", {}, None),  # tied, scaled and capped
         ("gpt_neox", {}, None),  # which calls both otherwise
+        ("biogpt", {}, None),  # scaled by a number
     ],
 )
 def test_peft_computes_the_same_and_so_does_plain_transformers_with_the_whole_model(

@@ -51,20 +51,20 @@ class TrainedRows(nn.Module):
             self._on_device = self._on_device.to(device)
         return self._on_device
 
-    def embedded(self, ids: torch.Tensor, found: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """``found``, the embeddings of ``ids`` (..., width), with those of these rows in their places."""
+    def embedded(self, ids: torch.Tensor, found: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+        """``found``, the embeddings of ``ids`` (..., width), with those of these rows, times ``scale``, in their
+        places."""
         numbers = self.numbers_on(ids.device)
         places = torch.searchsorted(numbers, ids).clamp_max(len(numbers) - 1)
         rows = functional.embedding(places, self.weight)
-        if scale is not None:
-            rows = rows * scale.to(rows.dtype)
+        rows = rows * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
         return torch.where((numbers[places] == ids).unsqueeze(-1), rows, found)
 
 
 def _in_place(embeddings: Any, inputs: tuple[torch.Tensor], found: torch.Tensor) -> torch.Tensor:
     """The forward hook of ``embeddings`` that have some."""
     rows: TrainedRows = embeddings.get_submodule(_MODULE)
-    return rows.embedded(inputs[0], found, getattr(embeddings, "embed_scale", None))
+    return rows.embedded(inputs[0], found, getattr(embeddings, "embed_scale", 1.0))
 
 
 def other_rows(embeddings: Any, head: Any) -> OtherRows | None:
