@@ -114,6 +114,10 @@ chaos: setup ## Something at random happens to a job on the real node every 20 t
 kill-matrix: setup ## Kills at every phase of a run, an object store that fails in every way, 1,000 turned bytes (SEED=1, CASES="kill-rank0-commit ...", ARGUMENTS=--list)
 	$(PYTHON) -m tests.killmatrix $(if $(SEED),--seed $(SEED)) $(ARGUMENTS) $(CASES)
 
+.PHONY: combinations
+combinations: setup ## Features of a run in combinations drawn at random, on small models of many families (SEED=1, MINUTES=20, ARGUMENTS="--first 7 --cases 1")
+	PYTHONPATH=$(SOURCES) $(PYTHON) -m tests.combinations $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGUMENTS)
+
 .PHONY: e2e-kueue
 e2e-kueue: setup ## The operator beside Kueue itself, built once (SCENARIOS="preemption ..." for some)
 	$(PYTHON) -m tests.kueue $(SCENARIOS)

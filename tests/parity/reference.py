@@ -67,7 +67,7 @@ def peft_model(config: TrainerConfig) -> Any:
         with torch.no_grad():
             for name, weight in plain.named_parameters():
                 if weight.ndim == 3 or name.removesuffix(".weight") in _linear_layers(plain):
-                    weight.copy_(_rounded_to_4_bits(weight))
+                    weight.copy_(rounded_to_4_bits(weight))
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.effective_alpha,  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def _of_experts(lora: LoraSpec) -> dict[str, Any]:
     }
 
 
-def _rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
+def rounded_to_4_bits(weight: torch.Tensor) -> torch.Tensor:
     """Each of 64 weights in a row as the nearest of the 16 values times the largest of them."""
     blocks = weight.view(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
