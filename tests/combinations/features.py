@@ -67,10 +67,8 @@ def features(inputs: Path) -> dict[str, dict[str, Sections]]:
             "adapters that are there in 4 bits": _lora(
                 adapterUri=f"file://{inputs}/adapters/{{model}}-rslora", basePrecision="nf4"
             ),
-            "adapters and embeddings": {
-                **_lora(),
-                "training": {"trainableModules": ["embed_tokens"], "optimizer": {"learningRate": 1e-2}},
-            },
+            "adapters and embeddings": _merged(_lora(), _training(trainableModules=["embed_tokens"])),
+            "adapters, embeddings and head": _merged(_lora(), _training(trainableModules=["embed_tokens", "lm_head"])),
         },
         "optimizer": {
             "adamw": {},
@@ -204,6 +202,7 @@ _USUAL = {"config": 8, "new tokens": 3, "export": 2, "gradients": 3, "precision"
 
 _MIXTURES = {"gpt_oss", "qwen3_moe", "mixtral", "qwen3_next"}
 _TIED = {"qwen3", "qwen2", "gemma2", "gemma3_text"}
+_IN_ORDER = {"qwen3_next", "qwen3_5", "granitemoehybrid", "lfm2"}
 _ONLY_WITH: dict[tuple[str, str], tuple[str, Collection[str]]] = {
     ("trained", "adapters in MXFP4"): ("model", {"gpt_oss"}),
     ("trained", "adapters of experts"): ("model", _MIXTURES),
@@ -211,11 +210,15 @@ _ONLY_WITH: dict[tuple[str, str], tuple[str, Collection[str]]] = {
     ("trained", "adapters in 4 bits"): ("model", set(KINDS) - {"granitemoehybrid"}),
     ("trained", "adapters that are there in 4 bits"): ("model", set(KINDS) - {"granitemoehybrid"}),
     ("trained", "a layer and head"): ("model", {*KINDS, *WHOLES} - _TIED),
+    ("trained", "adapters and embeddings"): ("model", _TIED),
+    ("trained", "adapters of some"): ("model", {"qwen3", "llama", "qwen2", "gemma2", "gemma3_text", "stablelm"}),
+    ("trained", "adapters with magnitudes"): ("model", {*KINDS, *WHOLES} - {"phi3"}),
+    ("processes", "shared tokens"): ("model", {*KINDS, *WHOLES} - _IN_ORDER),
     ("loss", "routers"): ("model", _MIXTURES),
     ("config", "attention dropout"): ("model", {"qwen3", "llama", "qwen2", "gemma2", "phi3", "mixtral"}),
-    ("config", "longer"): ("model", {"qwen3", "llama", "qwen2", "phi3", "mixtral", "qwen3_moe"}),
+    ("config", "longer"): ("model", {"qwen3", "llama", "qwen2", "mixtral", "qwen3_moe"}),
     **{
-        ("new tokens", value): ("trained", {"all", "all, in bf16", "adapters and embeddings"})
+        ("new tokens", value): ("trained", {"all", "all, in bf16", "adapters, embeddings and head"})
         for value in ("one", "several")
     },
 }
