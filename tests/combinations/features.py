@@ -297,9 +297,9 @@ def manifest(parts: list[Sections], seed: int) -> dict[str, Any]:
     }
     for part in parts:
         spec = _merged(spec, part)
-    adapters = spec.get("lora", {}).get("adapterUri")
-    if adapters:
-        spec["lora"]["adapterUri"] = adapters.replace("{model}", spec["model"]["uri"].rpartition("/")[2])
+    if adapters := spec.get("lora", {}).get("adapterUri"):
+        kind = spec["model"]["uri"].rpartition("/")[2]
+        spec = _merged(spec, {"lora": {"adapterUri": adapters.replace("{model}", kind)}})
     return {"apiVersion": "sftjob.dev/v1alpha1", "kind": "SFTJob", "metadata": {"name": "drawn"}, "spec": spec}
 
 

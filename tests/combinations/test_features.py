@@ -51,6 +51,10 @@ def test_a_seed_draws_the_same_manifests_and_every_value_soon() -> None:
     assert [drawn.job for drawn in one] == [drawn.job for drawn in other]
     assert one[0].job != next(iter(Draws(INPUTS, 8))).job
 
+    for each in one:
+        adapters, model = each.job["spec"].get("lora", {}).get("adapterUri"), each.job["spec"]["model"]["uri"]
+        assert adapters is None or adapters.rpartition("/")[2].removesuffix("-rslora") == model.rpartition("/")[2]
+
     drawn = {pair for each in one for pair in each.values.items()}
     every = {(feature, value) for feature, values in features(INPUTS).items() for value in values}
     assert len(drawn) > 0.95 * len(every), every - drawn
