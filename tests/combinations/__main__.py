@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +36,8 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first manifest that is tried")
     parser.add_argument("--cases", type=int, default=sys.maxsize, help="how many are tried at the most")
     options = parser.parse_args()
+    # As Ctrl-C: no worker is left behind, which would wait for a store that is gone.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"seed={options.seed}", flush=True)
     end = time.monotonic() + 60 * options.minutes
     asked = Counter[str]()
