@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1 import SFTJob
 
-from .inputs import KINDS, TICKET, WHOLES
+from .inputs import END_OF_TURN, KINDS, TICKET, WHOLES
 
 Sections = Mapping[str, Any]
 """A part of a spec."""
@@ -67,6 +67,7 @@ def features(inputs: Path) -> dict[str, dict[str, Sections]]:
             "adapters that are there in 4 bits": _lora(
                 adapterUri=f"file://{inputs}/adapters/{{model}}-rslora", basePrecision="nf4"
             ),
+            "adapters and rows": _lora(trainableTokens=[END_OF_TURN]),
             "adapters and embeddings": _merged(_lora(), _training(trainableModules=["embed_tokens"])),
             "adapters, embeddings and head": _merged(_lora(), _training(trainableModules=["embed_tokens", "lm_head"])),
         },

@@ -18,6 +18,8 @@ from .starts import Run
 _ROWS, _EVALUATED = 56, 12
 TICKET = "<ticket>"
 """Stands in every third row: a token that a run may add, and text where it does not."""
+END_OF_TURN = "<|im_end|>"
+"""Of the tokenizer of ``examples/small_model.py``."""
 # Rows of all weights are whole blocks of 64 numbers, which 4 bits and moments of 8 bits need.
 _WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 _EXPERTS: dict[str, Any] = {**_WIDE, "moe_intermediate_size": 64}
