@@ -204,6 +204,11 @@ _USUAL = {"config": 8, "new tokens": 3, "export": 2, "gradients": 3, "precision"
 _MIXTURES = {"gpt_oss", "qwen3_moe", "mixtral", "qwen3_next"}
 _TIED = {"qwen3", "qwen2", "gemma2", "gemma3_text"}
 _IN_ORDER = {"qwen3_next", "qwen3_5", "granitemoehybrid", "lfm2"}
+_LEARNS_TOKENS = {
+    *("all", "all, in bf16", "adapters", "adapters with dropout", "adapters of some", "adapters with magnitudes"),
+    *("adapters, B faster", "adapters in 4 bits", "adapters of experts", "adapters of experts in 4 bits"),
+    *("adapters beside bf16", "adapters and rows", "adapters and embeddings", "adapters, embeddings and head"),
+}
 _ONLY_WITH: dict[tuple[str, str], tuple[str, Collection[str]]] = {
     ("trained", "adapters in MXFP4"): ("model", {"gpt_oss"}),
     ("trained", "adapters of experts"): ("model", _MIXTURES),
@@ -218,10 +223,8 @@ _ONLY_WITH: dict[tuple[str, str], tuple[str, Collection[str]]] = {
     ("loss", "routers"): ("model", _MIXTURES),
     ("config", "attention dropout"): ("model", {"qwen3", "llama", "qwen2", "gemma2", "phi3", "mixtral"}),
     ("config", "longer"): ("model", {"qwen3", "llama", "qwen2", "mixtral", "qwen3_moe"}),
-    **{
-        ("new tokens", value): ("trained", {"all", "all, in bf16", "adapters, embeddings and head"})
-        for value in ("one", "several")
-    },
+    ("new tokens", "one"): ("trained", _LEARNS_TOKENS),
+    ("new tokens", "several"): ("trained", _LEARNS_TOKENS),
 }
 """Of values that are refused beside most others of a feature those beside which they are not."""
 _REFUSED_SHARE = 0.05

@@ -33,10 +33,13 @@ def exported_model(config: TrainerConfig, export: Path) -> Any:
     if not (export / "adapter_config.json").exists():
         return _text_of(export)
     from peft import PeftModel
+    from transformers import AutoTokenizer
 
     base = _text_of(Path(config.spec.model.uri.removeprefix("file://")))
     if config.spec.quantised == "nf4":
         _round(base)
+    if (tokens := len(AutoTokenizer.from_pretrained(export))) > base.get_input_embeddings().num_embeddings:
+        base.resize_token_embeddings(tokens, mean_resizing=False)
     return PeftModel.from_pretrained(base, export).float()
 
 
