@@ -106,6 +106,12 @@ e2e-ray: setup ## Jobs with compute.launcher: ray on a real node, disturbed in e
 e2e-megatron: setup ## Jobs with strategy.megatron on a real node, on the CPU, in every layout, disturbed; one has the wrong image (SCENARIOS="stages ...")
 	$(PYTHON) -m tests.e2e.on_megatron $(SCENARIOS)
 
+# What stands for the last release until there is one.
+BEFORE_UPGRADE ?= 93a58063
+.PHONY: e2e-upgrade
+e2e-upgrade: setup ## Jobs of an earlier release through helm upgrade to the working tree, and back: before a release (BEFORE_UPGRADE=commit)
+	$(PYTHON) -m tests.e2e.on_upgrade $(BEFORE_UPGRADE)
+
 .PHONY: chaos
 chaos: setup ## Something at random happens to a job on the real node every 20 to 40 seconds (SEED="1 2 3", MINUTES=5 for each)
 	$(PYTHON) -m tests.chaos $(if $(SEED),--seeds $(SEED)) $(if $(MINUTES),--minutes $(MINUTES))

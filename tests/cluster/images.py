@@ -62,8 +62,15 @@ def build_megatron_on_cpu() -> str:
     return build(MEGATRON_ON_CPU_IMAGE, "tests/megatron/Dockerfile", base=build_megatron(), context="tests/megatron")
 
 
-def build(name: str, dockerfile: str, *arguments: str, base: str = BASE_IMAGE, context: str = ".") -> str:
-    """Build a Dockerfile of the repository from the working tree, upon ``base``, and return the image's name."""
+def build(
+    name: str,
+    dockerfile: str,
+    *arguments: str,
+    base: str = BASE_IMAGE,
+    context: str = ".",
+    repository: Path = REPOSITORY,
+) -> str:
+    """Build a Dockerfile of the repository from its working tree, upon ``base``, and return the image's name."""
     with _build_lock():
         _ensure_base()
         _buildah(
@@ -74,9 +81,9 @@ def build(name: str, dockerfile: str, *arguments: str, base: str = BASE_IMAGE, c
             f"--build-arg=BASE_IMAGE={base}",
             *_wheel_cache(),
             *arguments,
-            f"--file={REPOSITORY / dockerfile}",
+            f"--file={repository / dockerfile}",
             f"--tag={name}",
-            str(REPOSITORY / context),
+            str(repository / context),
         )
         _buildah("rmi", "--prune", "--force")
     return name

@@ -162,7 +162,7 @@ def reapply(stage: Stage, name: str) -> None:
 def fail_and_reapply(stage: Stage, name: str) -> None:
     """A job that has failed for good is deleted, and applied again as it was."""
     manifest = applied(stage, name)
-    _fail_for_good(stage, name)
+    fail_for_good(stage, name)
     stage.kubectl("delete", "sftjob", name)
     stage.kubectl("apply", "--filename=-", stdin=manifest)
 
@@ -170,11 +170,11 @@ def fail_and_reapply(stage: Stage, name: str) -> None:
 def fail_and_retry(stage: Stage, name: str) -> None:
     """A job that has failed for good goes on when it is asked to: from its newest checkpoint, which the status names
     all the while, and with nothing counted against it: it may still not be restarted."""
-    _fail_for_good(stage, name)
+    fail_for_good(stage, name)
     before = pod_uids(stage, name)
     told, saved = _newest_told(stage, name), _newest_saved(stage, name)
     # Refused where the operator writes the status meanwhile: then it is asked again, as a user does.
-    stage.wait_for(name, "sft retry that is taken", lambda: _sft(stage, "retry", name), seconds=30)
+    stage.wait_for(name, "sft retry that is taken", lambda: sft(stage, "retry", name), seconds=30)
     stage.wait_for(name, "event", lambda: "begins again, from the newest checkpoint" in told_by(stage, name, "Retried"))
     resumed = stage.wait_for(name, "word of the step that it goes on from", lambda: _resumed_from(stage, name, before))
     assert 0 < told <= saved <= resumed, (told, saved, resumed, stage.explain(name))
@@ -182,14 +182,14 @@ def fail_and_retry(stage: Stage, name: str) -> None:
     assert stage.status(name).get("retried"), stage.explain(name)
 
 
-def _fail_for_good(stage: Stage, name: str) -> None:
+def fail_for_good(stage: Stage, name: str) -> None:
     """It may not be restarted, and a worker is killed."""
     stage.kubectl("patch", "sftjob", name, "--type=merge", '--patch={"spec":{"runPolicy":{"maxRestarts":0}}}')
     kill_worker(stage, name)
     stage.wait_for(name, "state Failed", lambda: stage.status(name).get("state") == "Failed", seconds=120)
 
 
-def _sft(stage: Stage, *arguments: str) -> bool:
+def sft(stage: Stage, *arguments: str) -> bool:
     """``sft`` on this machine, for the namespace of the jobs; whether it did what it was asked to."""
     path = os.pathsep.join([str(Path(binary("kubectl")).parent), os.environ["PATH"]])
     done = subprocess.run(

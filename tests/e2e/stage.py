@@ -33,6 +33,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Release:
+    """A chart, and the images that it is installed with."""
+
+    chart: Path
+    operator: str
+    trainer: str
+
+
+WORKING_TREE = Release(REPOSITORY / "charts" / "sft-operator", images.OPERATOR_IMAGE, images.TRAINER_IMAGE)
+
+
+@dataclass(frozen=True)
 class Stage:
     """A namespace with inputs and credentials, under a running operator."""
 
@@ -130,9 +142,15 @@ class Stage:
 
         return self.wait_for(name, "end of the run", ended, seconds=seconds)
 
-    def install_operator(self, *values: str, profiles: Mapping[str, Any] | None = None) -> None:
+    def install_operator(
+        self, *values: str, profiles: Mapping[str, Any] | None = None, release: Release = WORKING_TREE
+    ) -> None:
         """The operator with the platform's store and further ``values`` of the chart; also over one that is there."""
-        install_operator(self.cluster, *_platform_store(self), *values, profiles=profiles)
+        install_operator(self.cluster, *_platform_store(self), *values, profiles=profiles, release=release)
+
+    def roll_back(self) -> None:
+        """``helm rollback`` to what was installed before."""
+        _helm(self.cluster, "rollback", "sft-operator", f"--namespace={OPERATOR_NAMESPACE}", "--wait", "--timeout=180s")
 
     def delete(self, name: str) -> None:
         """Delete a job and wait until nothing of it is left."""
@@ -159,30 +177,30 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def open_stage(*further: Callable[[], str], keep: bool = False) -> Iterator[Stage]:
+def open_stage(*further: Callable[[], str], keep: bool = False, release: Release = WORKING_TREE) -> Iterator[Stage]:
     """Cluster, images, operator, S3 server, namespace and inputs; all of it goes at the end unless ``keep``.
 
-    ``further`` build images besides those of operator and trainer.
+    ``further`` build images besides those of operator and trainer; ``release`` is installed.
     """
     existing = from_environment()
     if existing is not None:
-        with _furnished(existing) as stage:
+        with _furnished(existing, release) as stage:
             yield stage
         return
     with lifecycle.borrowed(default_folder(), "node", keep=keep) as cluster:
         for build in (images.build_operator, images.build_trainer, *further):
             images.load(build())
-        with _furnished(cluster) as stage:
+        with _furnished(cluster, release) as stage:
             yield stage
 
 
 @contextmanager
-def _furnished(cluster: Cluster) -> Iterator[Stage]:
+def _furnished(cluster: Cluster, release: Release) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="sft-e2e-") as scratch, object_store(Path(scratch) / "s3") as store:
         stage = Stage(cluster, store, f"e2e-{secrets.token_hex(3)}")
         _fill_bucket(store, Path(scratch) / "inputs")
         _make_namespace(stage)
-        stage.install_operator()
+        stage.install_operator(release=release)
         try:
             yield stage
         finally:
@@ -271,14 +289,19 @@ def _platform_store(stage: Stage) -> list[str]:
     ]
 
 
-def install_operator(cluster: Cluster, *values: str, profiles: Mapping[str, Any] | None = None) -> None:
-    """``helm upgrade --install`` of the chart with the images of the working tree, and these profiles of pods."""
-    operator, trainer = images.OPERATOR_IMAGE.rpartition(":"), images.TRAINER_IMAGE
+def install_operator(
+    cluster: Cluster,
+    *values: str,
+    profiles: Mapping[str, Any] | None = None,
+    release: Release = WORKING_TREE,
+) -> None:
+    """``helm upgrade --install`` of the chart with its images, and these profiles of pods."""
+    operator = release.operator.rpartition(":")
     settings = [
         f"image.repository={operator[0]}",
         f"image.tag={operator[2]}",
         "image.pullPolicy=IfNotPresent",
-        f"pods.image={trainer}",
+        f"pods.image={release.trainer}",
         "pods.imagePullPolicy=IfNotPresent",
         # Short runs: what is disturbed must not be over before the status says that it has begun.
         "settings.pollSeconds=2",
@@ -294,12 +317,12 @@ def install_operator(cluster: Cluster, *values: str, profiles: Mapping[str, Any]
         "upgrade",
         "--install",
         "sft-operator",
-        str(REPOSITORY / "charts" / "sft-operator"),
+        str(release.chart),
         f"--namespace={OPERATOR_NAMESPACE}",
         "--create-namespace",
         "--wait",
         "--timeout=180s",
-        f"--set-json=pods.profiles={json.dumps(profiles or {})}",
+        *([f"--set-json=pods.profiles={json.dumps(profiles)}"] if profiles else []),
         *(f"--set={setting}" for setting in settings),
     )
 

@@ -411,7 +411,7 @@ def test_the_log_says_where_adapters_are_and_how_experts_get_some(
     lora = {"rank": 4, "targetModules": targets, **({"expertRank": 3} if "all-linear" not in targets else {})}
     config = resolve(manifest(tmp_path, tmp_path.with_name("store"), lora=lora))
 
-    line = _part_that_is_trained(build_on_meta(tmp_path), config)
+    line = _part_that_is_trained(build_on_meta(tmp_path), config, ())
 
     assert line.startswith(f"{said}: ")
     assert line.endswith("are not" if "all-linear" not in targets else f"are not; {OF_EXPERTS}")

@@ -182,7 +182,7 @@ def test_what_is_not_in_it_is_refused_and_never_rounded(tmp_path: Path) -> None:
     # And by its config before that
     config = resolve(manifest(tmp_path / "model", tmp_path / "store", lora=lora))
     with pytest.raises(ConfigError, match=r"mxfp4, but file://.* is not: it would be rounded; take nf4, or bf16"):
-        _part_that_is_trained(build_on_meta(tmp_path / "model"), config)
+        _part_that_is_trained(build_on_meta(tmp_path / "model"), config, ())
 
 
 def test_rounding_in_these_tests_is_to_the_nearest() -> None:

@@ -295,7 +295,7 @@ def test_a_device_without_our_product_for_experts_is_found_out_about_before_data
     save_model("qwen3_moe", tmp_path, **WIDE, **EXPERTS)
 
     model = build_on_meta(tmp_path)
-    _part_that_is_trained(model, resolve(manifest(tmp_path, tmp_path.with_name("store"), lora=lora)))
+    _part_that_is_trained(model, resolve(manifest(tmp_path, tmp_path.with_name("store"), lora=lora)), ())
     refused = pytest.raises(ConfigError, match=r"qwen3_moe.* cannot be trained in fp32 .* only for compute capability")
     with nullcontext() if fits else refused:
         check_trains_on(model.huggingface, torch.device("cpu"), torch.float32)
