@@ -98,6 +98,7 @@ class Program:
         here = [] if self.environment.get("PYTHONSAFEPATH") else [self.folder]
         sys.path[:] = [*here, *packages[0], *map(str, self.search_path), *packages[1]]
         if self._customs:
+            sys.modules.pop("sitecustomize", None)  # that of the interpreter, as Debian's has one
             importlib.import_module("sitecustomize")
         _open_streams(buffered=not self.environment.get("PYTHONUNBUFFERED"))
         module = self.command[2]

@@ -123,6 +123,25 @@ def test_what_imports_may_have_read_or_begins_with_the_interpreter_is_a_new_proc
     assert not is_fork(sys.executable, **imported)
 
 
+def test_what_may_come_late_comes_also_where_the_interpreter_has_some_of_its_own(tmp_path: Path) -> None:
+    for name in ("own", "late"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "own" / "sitecustomize.py").touch()
+    (tmp_path / "late" / "sitecustomize.py").symlink_to(ROOT / "tests" / "megatron" / "before_megatron.py")
+    (tmp_path / "late" / "tells.py").write_text("import sys; print(type(sys.meta_path[0]).__name__)")
+
+    def with_path(name: str) -> dict[str, str]:
+        places = (str(tmp_path / name), os.environ.get("PYTHONPATH"))
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+    forks = Forks(with_path("own"), modules=["tells"], imports=[])
+    process = forks.popen([sys.executable, "-m", "tells"], cwd=tmp_path, env=with_path("late"), stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    forks.close()
+
+    assert out == "_Before\n"
+
+
 def test_runs_are_forks_also_of_tests_that_have_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = environment_of_runs(tmp_path)
     # By torch, of a process that has loaded what it compiled: an address in its own memory
