@@ -184,6 +184,9 @@ class _Look(Notes):
         refusal = self._memory.refusal
         if refusal is None or refusal.kind != FINALIZERS or refusal.untold:
             return self._result()
+        # Words that are others each time (a port, a time) would have the next try come at once, and so without end.
+        if self._clock - self._memory.written < self._settings.status_seconds_starting:
+            return self._result()
         return self._say_waits(f"its finalizer {PLACE_FINALIZER} cannot be taken away: {refusal.message}")
 
     def _why_not_removable(self, job: SFTJob | None) -> str:

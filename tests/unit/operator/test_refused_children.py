@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -379,3 +380,29 @@ def test_what_keeps_an_object_that_is_going_from_going_is_told(
     monkeypatch.undo()
     world.look()
     assert world.api.objects["SFTJob", "tulu"]["metadata"]["finalizers"] == []
+
+
+def test_words_about_a_finalizer_that_are_others_each_time_bring_on_no_try_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a look follows each change of the status, it would be tried without a pause."""
+    world = World()
+    going = {**job_manifest(), "status": {"state": "Complete", "completionTime": stamp(-60)}}
+    going["metadata"] |= {"finalizers": [PLACE_FINALIZER], "deletionTimestamp": stamp(0)}
+    world.api.keep("SFTJob", going)
+    patch, ports = world.api.patch, itertools.count(40_000)
+
+    async def status_alone(kind: str, namespace: str, name: str, body: Object, **how: Any) -> Object:
+        if how.get("subresource"):
+            return await patch(kind, namespace, name, body, **how)
+        words = f"failed calling webhook: read tcp 10.0.0.1:{next(ports)}->10.0.0.2:443: connection reset by peer"
+        raise ApiError(500, "InternalError", words)
+
+    monkeypatch.setattr(world.api, "patch", status_alone)
+    for _ in range(10):
+        with pytest.raises(RetryLater):
+            world.look()
+        world.clock += 0.1
+
+    assert "its finalizer" in world.status["message"]
+    assert world.api.done("patch", "SFTJob") == 1
