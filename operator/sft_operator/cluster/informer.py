@@ -30,13 +30,14 @@ _TRIES_OF_A_LISTING = 3
 _LIST_AGAIN_AFTER_FAILURES = 3
 _NO_STREAMED_LISTS = (400, 422)
 """The server does not know streamed lists, or they are switched off."""
+_RESTORED = "the etcd of the API server was restored, and all is read anew"
 
 
 class HistoryLost(Exception):
-    """The API server is at an earlier version than it was: its etcd was restored.
+    """The API server, or an object in it, is at an earlier version than it was: its etcd was restored.
 
-    Whatever it tells is then older than what is held, and nothing in a picture gives way to what is older: who follows
-    it has to begin anew, with an empty one.
+    What it tells is then older than what is held, and nothing in a picture gives way to what is older: who follows it
+    has to begin anew, with an empty one.
     """
 
 
@@ -109,11 +110,12 @@ class Informer:
         """
         before = self._listed  # another list may be under way
         listing, version = await self._take_all()
+        found = f"{self._kind}s are listed at version {version}, and "
         if 0 < version < before:
-            raise HistoryLost(
-                f"{self._kind}s are listed at version {version}, and were at {before}: the etcd of the API server was "
-                "restored, and all is read anew"
-            )
+            raise HistoryLost(f"{found}were at {before}: {_RESTORED}")
+        # Restored with a raised version, as etcd can for the sake of such followers as this, it is at a later one.
+        if listing.is_of_the_past(version):
+            raise HistoryLost(f"{found}one of them as it was before a change that it had by then: {_RESTORED}")
         self._listed = max(version, self._listed)
         changed = self._untold | listing.end(version, self._version)
         self._untold = set()

@@ -393,3 +393,40 @@ def test_a_server_whose_etcd_was_restored_is_followed_from_the_beginning(pauses:
 
     against(answer, scenario)
     assert len(lists) == 3
+
+
+def test_so_is_one_whose_version_was_raised_by_the_restore(pauses: list[float]) -> None:
+    """``etcdutl snapshot restore --bump-revision``: what has not changed since is as old as it was."""
+    begun = [
+        (("ADDED", pod("one", 9)), ("ADDED", pod("two", 8)), end_of_list(40)),
+        # What is told in between is no contradiction.
+        (("ADDED", pod("one", 9)), ("ADDED", pod("two", 8)), ("MODIFIED", pod("one", 41)), end_of_list(42)),
+        (("ADDED", pod("one", 9)), ("ADDED", pod("two", 8)), end_of_list(1_000_000_009)),
+    ]
+    lists = iter(begun)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, *next(lists))
+
+    async def scenario(cluster: Cluster) -> None:
+        follower = Follower(cluster)
+        await follower.informer.list()
+        follower.seen("Pod", "MODIFIED", pod("one", 41))
+        await follower.informer.list()
+        with pytest.raises(HistoryLost, match="Pods are listed at version 1000000009, and one of them as it was"):
+            await follower.informer.list()
+
+    against(answer, scenario)
+
+
+def test_what_came_after_a_list_was_made_is_no_contradiction_to_it(pauses: list[float]) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return await stream(request, ("ADDED", pod("one", 9)), end_of_list(40))
+
+    async def scenario(cluster: Cluster) -> Follower:
+        follower = Follower(cluster)
+        follower.seen("Pod", "ADDED", pod("one", 41))
+        await follower.informer.list()
+        return follower
+
+    assert against(answer, scenario).pods == ["one"]
