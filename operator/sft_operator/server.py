@@ -19,7 +19,8 @@ class MetricsPage:
     """The text of all series of ``registry``, made in pieces: whatever else the operator does has its turn between two.
 
     Who asks while it is made gets that one, and no other is made before four times as long as it took: whoever asks
-    without end, and anybody who reaches the port may, takes a fifth of the operator's time at most.
+    without end, and anybody who reaches the port may, has pages made in a fifth of the operator's time at most. To send
+    one that is made costs what an answer of its size costs.
     """
 
     def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
