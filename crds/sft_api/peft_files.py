@@ -30,6 +30,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "base_model.model."
 _NAME_OF_ADAPTER = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
 _NAME_OF_MODULES = re.compile(r"\.modules_to_save\.[^.]+\.")
+_ROWS_OF_TOKENS = ".token_adapter.trainable_tokens_delta"
 _DECODER_OF_PART = re.compile(r"^(\^?)(?:model\.(?:language_model|text_model)|language_model\.model)\.")
 _HEAD_OF_PART = re.compile(r"^(\^?)language_model\.lm_head(?=\.|$)")
 """How versions of transformers call decoder and head of the text part of a model of several."""
@@ -105,12 +106,27 @@ class PeftFiles:
         plain = (in_text_part(name) for name in names if isinstance(name, str) and _PLAIN.fullmatch(name))
         return [name for name in plain if means_experts(name)]
 
-    def other_tokens(self, numbers: Sequence[int]) -> str:
-        """The tokens whose rows were trained alone, where a table has others than those with these ``numbers``; else
-        empty."""
+    @property
+    def _tokens(self) -> list[Any]:
+        """Those whose rows were trained alone, of each table that has some, as it has them."""
         given = self.config.get("trainable_token_indices") or []
-        lists = given.values() if isinstance(given, dict) else [given] if given else []
-        return next((_shown(each) for each in lists if each != [*numbers]), "")
+        return [*given.values()] if isinstance(given, dict) else [given] if given else []
+
+    def other_tokens(self, numbers: Sequence[int]) -> str:
+        """The tokens whose rows were trained alone, where a table has others than those with these ``numbers``, which
+        ascend, or in another order than the first one; else empty."""
+        first, *others = self._tokens or [[]]
+        is_there = first != [] or any(name.endswith(_ROWS_OF_TOKENS) for name in self.tensors)
+        if is_there and not _are(first, numbers):
+            return _shown(first)
+        return next((_shown(each) for each in others if each != first), "")
+
+    @property
+    def token_places(self) -> list[int]:
+        """Where each of these tokens has its row in a table of the file, by ascending numbers: peft leaves them in the
+        order in which they were named."""
+        first, *_ = self._tokens or [[]]
+        return sorted(range(len(first)), key=first.__getitem__)
 
     def problem(
         self, lora: LoraSpec, linear: Collection[str] | None = None, adapted: Collection[str] | None = None
@@ -306,6 +322,11 @@ def in_text_part(name: str) -> str:
     names as they are."""
     name = _DECODER_OF_PART.sub(r"\1model.", name)
     return _HEAD_OF_PART.sub(r"\1lm_head", name)
+
+
+def _are(tokens: Any, numbers: Sequence[int]) -> bool:
+    """Whether ``tokens`` are a list of ``numbers``, in any order."""
+    return isinstance(tokens, list) and all(type(each) is int for each in tokens) and sorted(tokens) == [*numbers]
 
 
 def _is_close(one: float, other: float) -> bool:

@@ -74,7 +74,8 @@ class FirstAdapters:
         if box.name not in self.sources:
             return
         entry, key = self.sources[box.name]
-        for place, values in _read(entry, key, box, reader):
+        places = self.files.token_places if is_row(box.name) else None
+        for place, values in _read(entry, key, box, reader, places):
             if not bool(values.isfinite().all()):
                 raise ModelError(
                     f"{self.uri}: tensor {key!r} holds NaN or infinities: no step could be finite, name other adapters"
@@ -82,8 +83,14 @@ class FirstAdapters:
             yield place, values
 
 
-def _read(entry: Entry, key: str, box: Box, reader: Any) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+def _read(
+    entry: Entry, key: str, box: Box, reader: Any, rows: Sequence[int] | None
+) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    """Where the tensor has its ``rows`` in another order, these are of the first, the second and so on of the box's."""
     first = entry.parts[0]
+    if rows is not None:
+        yield box.place, reader.get_tensor(key)[rows][box.place.within(Rectangle.whole(first.shape))]
+        return
     if entry.shape == first.shape:
         yield box.place, reader.get_slice(key)[box.place.within(Rectangle.whole(first.shape))]
         return

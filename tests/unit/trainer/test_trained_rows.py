@@ -3,6 +3,7 @@ after, and that they begin, are saved and go on as all else that is trained."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from sft_api.v1alpha1 import LoraSpec
@@ -362,3 +364,31 @@ def test_adapters_with_rows_of_other_tokens_are_no_beginning(tmp_path: Path) -> 
 
     with pytest.raises(ConfigError, match=r"has rows of tokens \[.*name the same ones in lora.trainableTokens"):
         FirstAdapters.of(adapters, "hf://org/adapters", other.lora, other.blueprint, other.trainable)
+
+
+def test_rows_of_a_file_are_in_the_order_in_which_their_tokens_were_named(tmp_path: Path) -> None:
+    # Given adapters as peft writes them of tokens that were named in another order
+    run, store = Run(tmp_path), LocalStore(tmp_path / "store")
+    ours = changed(run.begin())
+    saved = checkpoint(ours, store, base_digest=base_digest(run.without(), run.source))
+    adapters = run.export(saved, store, "adapter")
+    settings, tensors = adapters / "adapter_config.json", load_file(adapters / "adapter_model.safetensors")
+    order = [2, 0, 4, 1, 3]
+    document = json.loads(settings.read_text())
+    named = {table: [each[place] for place in order] for table, each in document["trainable_token_indices"].items()}
+    settings.write_text(json.dumps({**document, "trainable_token_indices": named}))
+    moved = {name: each[order] if name.endswith("tokens_delta") else each for name, each in tensors.items()}
+    save_file(moved, adapters / "adapter_model.safetensors")
+
+    # Then a run begins with the row of each
+    def begun(of: Run) -> Any:
+        return of.begin(FirstAdapters.of(adapters, "hf://org/adapters", of.lora, of.blueprint, of.trainable))
+
+    for mine, theirs in zip(begun(Run(tmp_path)).boxes("trained"), ours.boxes("trained"), strict=True):
+        assert torch.equal(mine.read(), theirs.read()), mine.name
+
+    # But not where each table has another order, nor where nothing says which they are of
+    for told in ({**named, "lm_head": sorted(named["lm_head"])}, {**named, "lm_head": None}, [], None):
+        settings.write_text(json.dumps({**document, "trainable_token_indices": told}))
+        with pytest.raises(ConfigError, match=r"has rows of tokens .*, and this run trains those of \["):
+            begun(Run(tmp_path))
