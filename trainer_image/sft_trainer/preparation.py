@@ -342,7 +342,8 @@ def check_vocabulary(tokenizer: Any, named: Iterable[str], sources: Sequence[Tok
     """
     embeddings = min([model.vocabulary, *(table.stored for table in model.tables.values())])
     numbers = tokenizer.get_vocab()
-    with_rows = {numbers[token] for token in named}
+    # In each table: those of inputs of blocks get none.
+    with_rows = {number for token in named if (number := numbers[token]) < model.vocabulary}
     if max({*numbers.values()} - with_rows, default=0) < embeddings:
         return
     lacking = {token for source in sources for token in source.tokens_from(embeddings)} - with_rows

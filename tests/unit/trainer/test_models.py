@@ -430,6 +430,9 @@ def test_tokens_without_an_input_of_each_block_are_refused(tmp_path: Path) -> No
     check_vocabulary(tokenizer, (), [tokenized(99)], model)
     with pytest.raises(ModelError, match=r"gives token 100, but the model has embeddings for 100 tokens only"):
         check_vocabulary(tokenizer, (), [tokenized(99), tokenized(3, 100)], model)
+    # Nor does it help to name one that the first table has a row for
+    with pytest.raises(ModelError, match=r"gives token 127, but the model has embeddings for 100 tokens only"):
+        check_vocabulary(tokenizer, ["last"], [tokenized(127)], model)
 
 
 def test_tokens_that_files_have_no_rows_for_are_refused_beside_new_ones(tmp_path: Path) -> None:
