@@ -132,7 +132,7 @@ def _by_files(spec: SFTJobSpec, folder: Path) -> Trained | str | None:
     of_head = "" if config.get("tie_word_embeddings") else f"{head}.weight"
     tables = [name for name in shapes if name == of_head or name.endswith(_EMBEDDINGS)]
     alone = [shapes[name] for name in tables if not within(_as_module(name), modules)]
-    added += len(spec.tokens_with_rows) * sum(width for _, width in alone)
+    added += len(spec.tokens_with_rows) * sum(shape[1] for shape in alone if len(shape) == 2)
     experts = {name.rpartition(".")[0] for name in layers if name in stacked}
     inside = [name for name in shapes if within(_as_module(name), modules)]
     if any(not any(within(_as_module(name), [module]) for name in inside) for module in {*modules} - {*_HEADS}):

@@ -463,6 +463,14 @@ def test_rows_of_tokens_are_counted_among_what_is_trained(tmp_path: Path) -> Non
         assert isinstance(found, Trained)
         assert found.parameters == 4 * (4 + 8) + rows * 8
 
+    # What is called as a table there and is no matrix is none
+    shapes["lm_head"] = (10,)
+    save_file({f"{name}.weight": torch.zeros(*size) for name, size in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    found = measure_trained(job(model={**model, "uri": f"file://{tmp_path}"}, lora=lora).spec)
+    assert isinstance(found, Trained)
+    assert found.parameters == 4 * (4 + 8) + 4 * 8
+
 
 def test_what_may_surprise_is_said_by_validate_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.yaml"
