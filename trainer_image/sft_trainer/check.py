@@ -30,7 +30,7 @@ from .data.first_rows import check_first_rows
 from .data.held_out import Part, all_rows, trained_part
 from .data.tokenizer import Codec
 from .data.tokenizer_files import read_codec
-from .errors import ModelError, StorageUnavailableError, TrainingError
+from .errors import ConfigError, ModelError, StorageUnavailableError, TrainingError
 from .export.hub import Repository
 from .fetch import localise
 from .origin import Origin
@@ -160,10 +160,26 @@ def _codec(config: TrainerConfig, reporter: Reporter, small_files: SmallFiles) -
     with _where_it_answers():
         codec = read_codec(small_files(uri), model.chat_template, model.new_tokens)
     if codec is not None and (tokens := config.spec.tokens_with_rows):
-        numbers_of(codec.backend, tokens)
+        _check_tokens(codec, tokens)
     if codec is not None and model.chat_template is not None:
         codec.check_templates()
     return codec
+
+
+def _check_tokens(codec: Codec, tokens: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for one of ``tokens`` that is none of the tokenizer.
+
+    Of some tokenizers transformers has rules of its own for spaces, by which it finds ordinary tokens that these files
+    do not: what one of theirs is but for spaces is left to the run.
+    """
+    for token in tokens:
+        try:
+            numbers_of(codec.backend, [token])
+        except ConfigError:
+            numbers = [[number] for number in codec.backend.get_vocab(with_added_tokens=True).values()]
+            texts = codec.backend.decode_batch(numbers, skip_special_tokens=False)
+            if token.strip() not in {text.strip() for text in texts}:
+                raise
 
 
 def main() -> int:

@@ -13,6 +13,8 @@ from sft_api.progress import Phase
 from sft_trainer import check as looking
 from sft_trainer.check import check
 from sft_trainer.checkpoint.local import LocalStore
+from sft_trainer.data.added_tokens import numbers_of
+from sft_trainer.data.tokenizer import load_tokenizer
 from sft_trainer.errors import (
     AccessDeniedError,
     ConfigError,
@@ -23,6 +25,7 @@ from sft_trainer.errors import (
 )
 from sft_trainer.reporting import Reporter
 from tests.hub_uploads import TOKEN, Fault, serve_uploads
+from tests.parity.mask_tokenizers import chat_tokenizer
 from tests.parity.runs import manifest, resolve
 from tests.peft_folders import adapters_in
 
@@ -139,6 +142,22 @@ def test_a_token_to_train_that_the_tokenizer_lacks_is_found_by_its_files(job: di
     look(job, tmp_path)
     job["spec"]["lora"]["trainableTokens"].append("<other>")
     with pytest.raises(ConfigError, match=r"^lora.trainableTokens has '<other>', which is no token of the tokenizer"):
+        look(job, tmp_path)
+
+
+def test_a_token_that_transformers_alone_finds_is_left_to_the_run(job: dict[str, Any], tmp_path: Path) -> None:
+    # Given a tokenizer whose files put a space before all texts, and whose class does not
+    folder = tmp_path / "tokenizer"
+    chat_tokenizer("chatml", "sentencepiece").save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "LlamaTokenizer"}))
+    assert numbers_of(load_tokenizer(folder).backend_tokenizer, ["you"])
+
+    job["spec"]["model"]["tokenizerUri"] = f"file://{folder}"
+    job["spec"]["lora"] = {"trainableTokens": ["you"]}
+    look(job, tmp_path)
+    job["spec"]["lora"]["trainableTokens"].append("yóu")
+    with pytest.raises(ConfigError, match=r"^lora.trainableTokens has 'yóu', which is no token of the tokenizer"):
         look(job, tmp_path)
 
 
