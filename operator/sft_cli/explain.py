@@ -49,7 +49,9 @@ def _model(spec: SFTJobSpec) -> Iterator[Decision]:
         why = f"where the tokenizer lacks them: {' '.join(tokens)[:_TOKENS_SHOWN]}"
         yield Decision("added tokens", f"{len(tokens)}{special}", Origin.GIVEN, why)
     if spec.lora is not None and (trained := spec.lora.trainable_tokens):
-        why = f"lora.trainableTokens: {' '.join(trained)[:_TOKENS_SHOWN]}"
+        # Ends of lines are tokens too, and this is one line.
+        shown = " ".join(trained).replace("\n", r"\n").replace("\r", r"\r")
+        why = f"lora.trainableTokens: {shown[:_TOKENS_SHOWN]}"
         yield Decision("trained tokens", str(len(trained)), Origin.GIVEN, why)
 
 

@@ -434,10 +434,10 @@ def test_added_tokens_are_shown() -> None:
 
 
 def test_rows_of_tokens_are_counted_among_what_is_trained(tmp_path: Path) -> None:
-    lora = {"rank": 4, "trainableTokens": ["a", "b", "c"]}
+    lora = {"rank": 4, "trainableTokens": ["a", "b", "\n"]}
     model = {"uri": "hf://Qwen/Qwen3-8B", "addedTokens": ["<a>", "a"]}
     shown = decisions(model=model, lora=lora)["trained tokens"]
-    assert (shown.value, shown.origin, shown.why) == ("3", Origin.GIVEN, "lora.trainableTokens: a b c")
+    assert (shown.value, shown.origin, shown.why) == ("3", Origin.GIVEN, r"lora.trainableTokens: a b \n")
 
     # In embeddings and head, or in both at once, but in none that is trained whole
     whole = known_shape("hf://Qwen/Qwen3-8B")
