@@ -71,8 +71,9 @@ class Jobs:
         patch = f'--patch={{"spec":{{"suspend":{str(suspend).lower()}}}}}'
         self.stage.kubectl("patch", "sftjob", name, "--type=merge", patch)
         if suspend:
-            suspended = lambda: self.stage.status(name).get("state") == "Suspended"  # noqa: E731
-            self.stage.wait_for(name, "state Suspended", suspended, seconds=120)
+            self.stage.wait_for(
+                name, "state Suspended", lambda: self.stage.status(name).get("state") == "Suspended", seconds=120
+            )
 
     def while_it_trains(self, name: str, change: Callable[[], None]) -> list[str]:
         """``change`` leaves the job its pods and its attempt: what is wrong otherwise."""
