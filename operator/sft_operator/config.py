@@ -211,6 +211,9 @@ class Settings(SettingsModel):
     """Certificates of authorities, in PEM, that the operator and training pods trust beside those of their images."""
     pods: PodSettings = PodSettings()
     network_policy: NetworkPolicySettings = NetworkPolicySettings()
+    gang_scheduling: bool = True
+    """Whether the pods of a job get their places together, or none of them, where the scheduler of Kubernetes knows
+    groups (PodGroup, ``scheduling.k8s.io/v1beta1``); elsewhere it changes nothing."""
     leader_election: LeaderElectionSettings = LeaderElectionSettings()
     concurrency: Annotated[int, Field(ge=1, le=1000)] = 16
     """Jobs reconciled at the same time."""

@@ -46,6 +46,7 @@ OURS_IN_POD: Mapping[str, str] = {
     "hostnameOverride": _BY_HOST_NAMES,
     "nodeName": "the scheduler places pods: give nodeSelector or affinity",
     "restartPolicy": "the Job replaces pods that end, and restarts none",
+    "schedulingGroup": "each job has a group of its own, where the scheduler knows groups",
     "setHostnameAsFQDN": _BY_HOST_NAMES,
     "subdomain": _BY_HOST_NAMES,
     "terminationGracePeriodSeconds": f"{_FOR_THE_RUN}terminationGracePeriodSeconds is the time to save in",

@@ -140,6 +140,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
   verbs: [get, create, delete]
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, create]  # pods of a job that are placed together
 - apiGroups: [""]
   resources: [events]
   verbs: [list]  # why pods are not created or not started

@@ -6,6 +6,7 @@ from .config_map import begun_map, build_config_map, trainer_config
 from .job import build_job
 from .metadata import followed_labels, owner_reference
 from .network import build_network_policy, build_service
+from .pod_group import pod_group_of
 
 __all__ = [
     "begun_map",
@@ -18,6 +19,7 @@ __all__ = [
     "followed_labels",
     "kept_off",
     "owner_reference",
+    "pod_group_of",
     "restored_config_map",
     "trainer_config",
 ]

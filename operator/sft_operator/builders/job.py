@@ -8,6 +8,7 @@ from ..names import FOLLOWED_LABELS_ANNOTATION, KUEUE_LABELS, QUEUE_LABEL, TRAIN
 from ..picture.observed import Manifest
 from .metadata import child_metadata, followed_labels
 from .pod import build_pod_template
+from .pod_group import scheduling_group
 
 UNLIMITED = 2**31 - 1
 
@@ -27,6 +28,10 @@ def build_job(job: SFTJob, settings: Settings, *, take_over: str = "") -> Manife
     metadata["labels"] |= {UID_LABEL: job.metadata.uid, **for_kueue}
     if for_kueue:
         metadata["annotations"] = {FOLLOWED_LABELS_ANNOTATION: followed_labels(for_kueue)}
+    template = build_pod_template(job, settings.pods, settings.store, take_over=take_over)
+    if settings.gang_scheduling and nodes > 1:
+        priority_class = template["spec"].get("priorityClassName", "")
+        template["spec"]["schedulingGroup"] = scheduling_group(job.metadata, nodes, priority_class)
     spec: Manifest = {
         "completionMode": "Indexed",
         "completions": nodes,
@@ -49,7 +54,7 @@ def build_job(job: SFTJob, settings: Settings, *, take_over: str = "") -> Manife
         },
         # Kueue resumes what it admits; until then nothing may run.
         "suspend": bool(given.get(QUEUE_LABEL)),
-        "template": build_pod_template(job, settings.pods, settings.store, take_over=take_over),
+        "template": template,
     }
     if job.spec.run_policy.active_deadline_seconds is not None:
         spec["activeDeadlineSeconds"] = job.spec.run_policy.active_deadline_seconds

@@ -23,6 +23,7 @@ from ..builders import (
     copy_annotations,
     kept_off,
     owner_reference,
+    pod_group_of,
     restored_config_map,
 )
 from ..config import Settings
@@ -106,18 +107,38 @@ class Children:
         wanted = list(manifests)
         others = [manifest for manifest in wanted if manifest["kind"] != "Job"]
         # Side by side: a job waits for two answers of a busy API server, and not for one a child.
-        answers = await asyncio.gather(*(self._create(owner, manifest) for manifest in others), return_exceptions=True)
+        answers = await asyncio.gather(*(self._made(owner, manifest) for manifest in others), return_exceptions=True)
         annotations: dict[str, str] = {}
+        grouped = False
         for manifest, made in zip(others, _all_good(answers), strict=True):
-            if manifest["kind"] == "ConfigMap":
+            grouped |= manifest["kind"] == "PodGroup" and made is not None
+            if manifest["kind"] == "ConfigMap" and made is not None:
                 # Ours by its owner, which anybody can write: one without a configuration is healed like a lost one.
                 holds = config_digest((made.get("data") or {}).get(CONFIG_KEY))
                 annotations = copy_annotations(made if holds else manifest)
         job = next((manifest for manifest in wanted if manifest["kind"] == "Job"), None)
         if job is None:
             return None
+        if not grouped:
+            job["spec"]["template"]["spec"].pop("schedulingGroup", None)
         job["metadata"].setdefault("annotations", {}).update(annotations)
         return await self._watched(await self._create(owner, job))
+
+    async def _made(self, owner: ObjectMeta, manifest: Manifest) -> Manifest | None:
+        """The child; None for a PodGroup that cannot be."""
+        return await (self._group if manifest["kind"] == "PodGroup" else self._create)(owner, manifest)
+
+    async def _group(self, owner: ObjectMeta, wanted: Manifest) -> Manifest | None:
+        """The PodGroup ``wanted``; None where the cluster has no such kind, or none for us: without it pods are placed
+        one by one, as they always were."""
+        try:
+            return await self._create(owner, wanted)
+        except RefusedError as error:
+            if error.error.code >= 500:
+                raise
+            if error.error.code != 404:
+                logger.warning("%s/%s: its pods are placed one by one: %s", owner.namespace, owner.name, error)
+            return None
 
     async def _watched(self, job: Manifest) -> Manifest:
         """``job`` with the label by which Jobs are watched: without it this one would be made again and again."""
@@ -184,7 +205,11 @@ class Children:
         wanted = [build_service(owner)]
         if self._settings.network_policy.enabled:
             wanted.append(build_network_policy(owner, self._settings.network_policy))
-        ensured = (*(self._ensure(owner, manifest) for manifest in wanted), self._ensure_config(owner, child))
+        ensured = (
+            *(self._ensure(owner, manifest) for manifest in wanted),
+            self._ensure_config(owner, child),
+            self._ensure_group(owner, child),
+        )
         # What one of them lacks for good, the others are not to lack.
         _all_good(await asyncio.gather(*ensured, return_exceptions=True))
 
@@ -193,6 +218,22 @@ class Children:
         found = await self._find(owner, kind, name)
         if found is None or not _says(found["spec"], wanted["spec"]):
             await self._replace(owner, found, wanted)
+
+    async def _ensure_group(self, owner: ObjectMeta, child: ChildJob) -> None:
+        """Pods that name a group which is not there are never placed."""
+        if not child.pod_group:
+            return
+        try:
+            if await self._find(owner, "PodGroup", child.pod_group) is not None:
+                return
+        except RefusedError as error:
+            if error.error.code >= 500:
+                raise
+            return  # none for us any more
+        job = await self._found("Job", owner, child.name)
+        wanted = job and pod_group_of(owner, job)
+        if wanted:
+            await self._group(owner, wanted)
 
     async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> None:
         """Only from the copy: another version of the operator would make another one."""

@@ -39,6 +39,8 @@ _PATHS = {
     "CoreEvent": ("api/v1", "events"),
     "Event": ("apis/events.k8s.io/v1", "events"),
     "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    # Of Kubernetes 1.37, where its feature gate GenericWorkload is on.
+    "PodGroup": ("apis/scheduling.k8s.io/v1beta1", "podgroups"),
     # Kueue up to 0.14 serves the second only; from 0.16 on it is deprecated, and some releases refuse its patches.
     "Workload/v1beta2": ("apis/kueue.x-k8s.io/v1beta2", "workloads"),
     "Workload/v1beta1": ("apis/kueue.x-k8s.io/v1beta1", "workloads"),

@@ -73,11 +73,21 @@ class _PodStatus(TypedDict, total=False):
     initContainerStatuses: Any
 
 
+class _TemplateSpec(TypedDict, total=False):
+    priorityClassName: Any
+    schedulingGroup: Any
+
+
+class _Template(TypedDict, total=False):
+    spec: _TemplateSpec
+
+
 class _JobSpec(TypedDict, total=False):
     completions: Any
     parallelism: Any
     suspend: Any
     activeDeadlineSeconds: Any
+    template: _Template
 
 
 class _JobStatus(TypedDict, total=False):

@@ -8,7 +8,14 @@ from sft_api.times import parse_time
 from sft_api.v1alpha1 import SFTJob, SFTJobStatus
 from sft_api.v1alpha1.job import TAKE_OVER_ENDING
 
-from ..builders import build_config_map, build_job, build_network_policy, build_service, trainer_config
+from ..builders import (
+    build_config_map,
+    build_job,
+    build_network_policy,
+    build_service,
+    pod_group_of,
+    trainer_config,
+)
 from ..config import Settings, StoreSettings
 from ..picture.observed import ChildJob, Manifest, Observed
 from .gpu_memory import check_fits
@@ -44,7 +51,9 @@ def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") ->
     children = [configured, build_service(job.metadata)]
     if settings.network_policy.enabled:
         children.append(build_network_policy(job.metadata, settings.network_policy))
-    return [*children, build_job(job, settings, take_over=take_over)]
+    made = build_job(job, settings, take_over=take_over)
+    group = pod_group_of(job.metadata, made)
+    return [*children, *([group] if group else []), made]
 
 
 def is_finished(status: SFTJobStatus) -> bool:

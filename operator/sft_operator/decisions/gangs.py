@@ -122,6 +122,8 @@ def half_placed_since(observed: Observed) -> datetime | None:
     live = [pod for pod in observed.active_pods if pod.deletion is None]
     placed, waiting = [pod for pod in live if pod.node], [pod for pod in live if pod.unplaced]
     denied = None if waiting else _over_quota_since(child, observed)
+    if denied and live and not placed and child.pod_group:
+        return denied  # what the scheduler places as a whole holds its quota all the same
     if not placed or not (waiting or denied) or len(placed) + len(waiting) < len(live):
         return None
     begun = [pod.started for pod in placed if pod.started]
@@ -302,8 +304,8 @@ def _give_back(
 def _released(
     observed: Observed, now: datetime, until: datetime, times: int, *, avoid: tuple[str, ...] | None = None
 ) -> Manifest:
-    placed = sum(bool(pod.node) for pod in observed.active_pods)
     quota = avoid is None and not any(pod.unplaced for pod in observed.active_pods)
+    placed = sum(quota or bool(pod.node) for pod in observed.active_pods)
     release = Release(times, now, until, placed, avoid, quota=quota)
     return {**_annotated(release.written()), "spec": {"suspend": True}}
 

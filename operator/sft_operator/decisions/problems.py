@@ -58,6 +58,8 @@ _MAY_BE_THE_PROFILES = _VOLUME | {
     *("PodSecurity", "Refused", "Unschedulable"),
 }
 """What a profile of pods may bring about as well as the spec of a job."""
+_OF_GROUP = "pod group is unschedulable"
+"""In the scheduler's words about a pod for which it had a place, and none for another one of its group."""
 _ASKED_PODS = 3
 SLOW_START = timedelta(seconds=10)
 """A container that is being created for longer deserves a look at its events."""
@@ -89,7 +91,7 @@ def find_problem(observed: Observed, *, pods_wanted: int, profile: str = "") -> 
     if observed.job and len(observed.active_pods) < pods_wanted:
         found += _creation_problems(observed.job, observed.pods, observed.warnings)
     # One missing Secret explains more than a hundred pods that wait for the rest of the group.
-    worst = max(found, key=lambda problem: problem.stalled, default=None)
+    worst = max(found, key=lambda problem: (problem.stalled, _OF_GROUP not in problem.message), default=None)
     of_pods = observed.refusal is None or observed.refusal.kind == "Job"
     if worst is None or not profile or not of_pods or worst.reason not in _MAY_BE_THE_PROFILES:
         return worst

@@ -278,6 +278,8 @@ class ChildJob:
     parallelism: int | None = None
     """Pods that may run at once: as many, unless somebody has changed it."""
     suspended: bool = False
+    pod_group: str = ""
+    """Name of the PodGroup by which its pods are placed together; empty: one by one."""
     suspended_by_us: bool = False
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
     released: str = ""
@@ -319,6 +321,7 @@ class ChildJob:
             nodes=integer(spec.get("completions"), lowest=1) or 1,
             parallelism=integer(spec.get("parallelism")),
             suspended=spec.get("suspend") is True,
+            pod_group=text(part(spec, "template", "spec", "schedulingGroup").get("podGroupName")),
             active_deadline_seconds=integer(spec.get("activeDeadlineSeconds"), highest=2**63 - 1),
             created=parse_time(metadata.get("creationTimestamp")),
             started=parse_time(status.get("startTime")),

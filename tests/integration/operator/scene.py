@@ -47,6 +47,7 @@ PATHS = {
     "jobs": "apis/batch/v1",
     "networkpolicies": "apis/networking.k8s.io/v1",
     "leases": "apis/coordination.k8s.io/v1",
+    "podgroups": "apis/scheduling.k8s.io/v1beta1",
     "workloads": "apis/kueue.x-k8s.io/v1beta2",
 }
 

@@ -22,7 +22,7 @@ FAILED = SFTJobStatus(state="Failed", completion_time=stamp(0))
 def test_missing_children_are_created_the_job_last() -> None:
     changes = plan_changes(make_job(), SFTJobStatus(), Observed(), SETTINGS)
 
-    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "NetworkPolicy", "Job"]
+    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "NetworkPolicy", "PodGroup", "Job"]
 
 
 def test_nothing_is_created_while_pods_of_an_earlier_job_of_that_name_have_not_ended() -> None:
@@ -39,7 +39,7 @@ def test_the_network_policy_can_be_left_to_the_administrator() -> None:
     )
     changes = plan_changes(make_job(), SFTJobStatus(), Observed(), settings)
 
-    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "Job"]
+    assert [child["kind"] for child in changes.create] == ["ConfigMap", "Service", "PodGroup", "Job"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_failed_run_loses_its_job_when_that_still_works() -> None:
 def test_a_spec_that_was_refused_may_still_run() -> None:
     refused = SFTJobStatus(state="Failed")
 
-    assert len(plan_changes(make_job(), refused, Observed(), SETTINGS).create) == 4
+    assert len(plan_changes(make_job(), refused, Observed(), SETTINGS).create) == 5
 
 
 def test_a_namespace_that_is_going_gets_its_pods_back() -> None:

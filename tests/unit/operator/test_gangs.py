@@ -194,6 +194,21 @@ def test_what_lacks_quota_gives_its_places_back_and_says_so() -> None:
     assert again["spec"] == {"suspend": False}
 
 
+def test_pods_that_are_placed_together_give_back_the_quota_that_they_hold() -> None:
+    """None of them is placed before all are there, and two such groups would wait for each other for ever."""
+    there = make_pod(0, phase="Pending", node=None, created=-20, ready=False)
+    child = replace(make_child(), pod_group="tulu-12345678")
+    observed = Observed(job=child, pods=(there,), warnings=(denied(10), denied(0)))
+
+    assert half_placed_since(replace(observed, job=make_child())) is None
+    assert half_placed_since(replace(observed, warnings=())) is None
+    assert half_placed_since(observed) == at(0)
+    given = turn(observed, DEADLINE).patch
+    assert given
+    words = "only 1 of 2 pods had quota in their namespace within 300 s"
+    assert words in release_words(make_terms(), marked(child, given), RestartsStatus())
+
+
 # Whose turn it is
 
 

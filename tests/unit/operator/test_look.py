@@ -285,7 +285,7 @@ def test_a_new_job_gets_its_children_in_order_and_is_told_of_once_they_are_there
 
     (create,) = result.actions
     assert isinstance(create, CreateChildren)
-    assert [child["kind"] for child in create.manifests] == ["ConfigMap", "Service", "NetworkPolicy", "Job"]
+    assert [child["kind"] for child in create.manifests] == ["ConfigMap", "Service", "NetworkPolicy", "PodGroup", "Job"]
     assert result.status is None
 
 

@@ -442,3 +442,18 @@ def test_a_volume_that_cannot_be_mounted_is_shown_for_its_pod() -> None:
 )
 def test_events_are_read_only_when_something_does_not_move(observed: Observed, expected: list[str]) -> None:
     assert wants_events(observed, pods_wanted=2, now=NOW) == expected
+
+
+def test_of_a_group_that_does_not_fit_the_words_about_nodes_are_told() -> None:
+    """The scheduler has others for pods that did find one, and whose group did not."""
+    group = "pod group is unschedulable, minCount (2) cannot be satisfied: 1 scheduled, 0 remaining"
+    fits = make_pod(0, phase="Pending", node=None, conditions=unscheduled(group))
+    does_not = make_pod(1, phase="Pending", node=None, conditions=unscheduled("0/1 nodes: 1 Insufficient cpu."))
+
+    both = find_problem(Observed(job=make_child(), pods=(fits, does_not)), pods_wanted=2)
+    alone = find_problem(Observed(job=make_child(), pods=(fits,)), pods_wanted=1)
+
+    assert both
+    assert "Insufficient cpu" in both.message
+    assert alone
+    assert group in alone.message
