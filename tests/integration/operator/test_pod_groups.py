@@ -182,3 +182,35 @@ if HAS_POD_GROUPS:
         )  # it would try again, and take its part once more
         allow(scene, 4)
         run(scene, "older")
+
+    def test_gpus_of_a_dra_driver_are_asked_for_by_the_name_that_its_class_has(scene: Scene) -> None:
+        """What docs/platform.md says; the devices are made up, and the scheduler allocates them."""
+        driver, api = f"{scene.namespace}.example.com", "resource.k8s.io/v1"
+        device_class = {
+            "kind": "DeviceClass",
+            "spec": {
+                "extendedResourceName": "nvidia.com/gpu",
+                "selectors": [{"cel": {"expression": f'device.driver == "{driver}"'}}],
+            },
+        }
+        devices = {
+            "kind": "ResourceSlice",
+            "spec": {
+                "driver": driver,
+                "nodeName": scene.namespace,
+                "pool": {"name": scene.namespace, "generation": 1, "resourceSliceCount": 1},
+                "devices": [{"name": f"gpu-{number}"} for number in range(2)],
+            },
+        }
+        open_node(scene, 8)
+        for resource, manifest in (("deviceclasses", device_class), ("resourceslices", devices)):
+            whole = {"apiVersion": api, "metadata": {"name": scene.namespace}, **manifest}
+            answer = scene.request("POST", f"/apis/{api}/{resource}", whole)
+            assert answer.accepted, answer.body
+
+        submit(scene, "gpus", compute={"gpusPerNode": 1})
+
+        pods = run(scene, "gpus")
+        claims = [pod["status"]["extendedResourceClaimStatus"]["resourceClaimName"] for pod in pods]
+        assert len(set(claims)) == 2
+        scene.request("DELETE", f"/apis/{api}/deviceclasses/{scene.namespace}")
