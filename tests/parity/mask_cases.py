@@ -318,6 +318,24 @@ CASES = [
         [user("a "), assistant(" b ")],
         "<｜begin▁of▁sentence｜><｜User｜>a <｜Assistant｜>⟦ b <｜end▁of▁sentence｜>⟧",
     ),
+    # Command R7B
+    MaskCase(
+        "two tokens end each answer, and a model stops at the second",
+        "cohere",
+        TWO,
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>One?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+        "⟦<|START_RESPONSE|>First.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧"
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Two?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+        "⟦<|START_RESPONSE|>Second.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>⟧",
+        ALL,
+    ),
+    MaskCase(
+        "a call has the second alone",
+        "cohere",
+        [user("Sky?"), assistant("", **call("sky"))],
+        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Sky?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+        '⟦<|START_ACTION|>{"name": "sky", "arguments": {}}<|END_ACTION|><|END_OF_TURN_TOKEN|>⟧',
+    ),
     # gpt-oss
     MaskCase(
         "reasoning and answer are two messages of one turn",

@@ -30,6 +30,16 @@ SPECIAL = {
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]"),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
     "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    "cohere": (
+        "<|START_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|USER_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|START_RESPONSE|>",
+        "<|END_RESPONSE|>",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+    ),
     "harmony": ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"),
 }
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "phi3": "<s>", "mistral": "<s>"} | dict.fromkeys(
@@ -45,6 +55,7 @@ EOS = {
     "mistral": "</s>",
     "deepseek": "<｜end▁of▁sentence｜>",
     "deepseek_r1": "<｜end▁of▁sentence｜>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
     "harmony": "<|return|>",
 }
 NOT_SPECIAL = {

@@ -231,6 +231,76 @@ def test_calls_have_the_form_that_the_template_takes(arguments: Any, content: st
     assert [marked.text[start:end] for start, end in marked.spans] == ['function sky {"x": "ü"}<|end|>', "Blue.<|end|>"]
 
 
+@pytest.mark.parametrize(
+    ("written", "trained"),
+    [
+        ("call.function.arguments", '{"x": "ü"}'),
+        ("call.function.arguments | tojson", '{"x": "ü"}'),
+        # Which is what Python prints whatever it is given.
+        ("call.function", "{'name': 'sky', 'arguments': {'x': 'ü'}}"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [{"x": "ü"}, '{"x": "ü"}'])
+def test_arguments_that_are_written_as_they_are_given_are_json(written: str, trained: str, arguments: Any) -> None:
+    source = (
+        "{% for m in messages %}[{{ m.content }}{% for call in m.tool_calls %}{{ call.function.name }} {{ "
+        + written
+        + " }}{% endfor %}<|end|>{% endfor %}{{ '[' if add_generation_prompt }}"
+    )
+    given = turns(user("Sky?"), {**call("sky"), "role": "assistant"})
+    given.messages[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), turns(*given.messages), LAST)
+    assert marked is not None
+    assert marked.text[slice(*marked.spans[0])] == f"sky {trained}<|end|>"
+
+
+@pytest.mark.parametrize("train_on", [LAST, EVERY])
+def test_earlier_calls_are_not_found_in_the_list_of_tools(train_on: Any) -> None:
+    # given a template that says which tools there are, and writes no call, as that of LFM2
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.content }}<|end|>{% endfor %}"
+        "{{ '[' if add_generation_prompt }}"
+    )
+    template = ChatTemplate(source, {}, ("<|end|>",))
+    tools = [{"type": "function", "function": {"name": "sky"}}]
+
+    def of(said: str) -> Conversation:
+        return turns(user("Sky?"), assistant(said, **call("sky")), tool("blue"), assistant("Blue."), tools=tools)
+
+    with pytest.raises(TemplateRefusal, match="does not write the tool call 'sky' of message 2"):
+        mark(template, of(""), train_on)
+    # but one that stands in the content is written
+    marked = mark(template, of("[sky()]"), train_on)
+    assert marked is not None
+    assert "[[sky()]<|end|>" in marked.text
+
+
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+@pytest.mark.parametrize(
+    ("behind", "closing"),
+    [
+        ("{{ '<|stop|>' if m.role == 'assistant' }}{% endfor %}", "<|stop|>"),
+        # As Phi-4's, of the last turn alone.
+        ("{% endfor %}{{ '<|stop|>' if not add_generation_prompt }}", ""),
+        ("{{ '\n' }}{% endfor %}", ""),
+    ],
+)
+def test_the_token_that_closes_every_answer_is_trained_with_it(
+    marks: tuple[str, str], behind: str, closing: str
+) -> None:
+    begin, end = marks
+    source = (
+        "{% for m in messages %}[{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        f"{begin}{{{{ m.content + '<|end|>' }}}}{end}{{% endif %}}{behind}{{{{ '[' if add_generation_prompt }}}}"
+    )
+    template = ChatTemplate(source, {"eos_token": "<|stop|>"}, ("<|end|>", "<|stop|>"))
+    marked = mark(template, turns(*TWO), ALL)
+    assert marked is not None
+    trained = [marked.text[slice(*span)] for span in marked.spans]
+    assert trained == [f"First.<|end|>{closing}", f"Second.<|end|>{closing}"]
+    assert template.assistant_turn.last == (closing or "<|end|>")
+
+
 OF_TWO_ROLES = (
     "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}{% elif m.role == 'assistant' %}]"
     "{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}]{% endif %}"

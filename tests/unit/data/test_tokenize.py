@@ -78,33 +78,40 @@ def test_examples_are_the_rows_in_order(setting: Setting) -> None:
 
 CALL: dict[str, Any] = {"name": "add", "arguments": '{"a": 2}'}
 PART = {"type": "text", "text": "a", "train": False}
-READ_OTHERWISE_SINCE: list[tuple[int, dict[str, Any], str | None]] = [
-    (5, row("q", "a", reasoning_content="", reasoning="Hm."), "<think>\nHm.\n</think>\n\na<|im_end|>"),
-    (5, row("q", "a", function_call=CALL), None),
-    (5, row("q", "", tool_calls=[{"function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}]), None),
+READ_OTHERWISE_SINCE: list[tuple[int, str, dict[str, Any], str | None]] = [
+    (5, "qwen3", row("q", "a", reasoning_content="", reasoning="Hm."), "<think>\nHm.\n</think>\n\na<|im_end|>"),
+    (5, "qwen3", row("q", "a", function_call=CALL), None),
+    (5, "qwen3", row("q", "", tool_calls=[{"function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}]), None),
     (
         5,
+        "qwen3",
         {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [{"type": "x", "text": "a"}]}]},
         None,
     ),
-    (7, {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [PART, {"text": "b"}]}]}, None),
-    (7, row("q", "a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), None),
-    (7, {**row("q", "a"), "chat_template_kwargs": {"eos_token": "a"}}, None),
+    (
+        7,
+        "qwen3",
+        {"messages": [*row("q", "a")["messages"][:1], {"role": "assistant", "content": [PART, {"text": "b"}]}]},
+        None,
+    ),
+    (7, "qwen3", row("q", "a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), None),
+    (7, "qwen3", {**row("q", "a"), "chat_template_kwargs": {"eos_token": "a"}}, None),
+    (8, "cohere", row("q", "a"), "<|START_RESPONSE|>a<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
 ]
 """From which version on a row is read as it is, and what of it is trained; None: it is refused."""
 
 
-@pytest.mark.parametrize(("version", "given", "trained"), READ_OTHERWISE_SINCE)
+@pytest.mark.parametrize(("version", "family", "given", "trained"), READ_OTHERWISE_SINCE)
 def test_tokens_of_before_rows_were_read_otherwise_are_left(
-    setting: Setting, version: int, given: dict[str, Any], trained: str | None
+    setting: Setting, version: int, family: str, given: dict[str, Any], trained: str | None
 ) -> None:
     assert version <= tokenize.VERSION, "what an earlier version has made of this row would be used"
     if trained is None:
         with pytest.raises(DataError):
-            setting.tokenize([given], family="qwen3")
+            setting.tokenize([given], family=family)
         return
-    ids, mask = setting.tokenize([given], family="qwen3").example(0)
-    assert chat_tokenizer("qwen3").decode(ids[mask == 1]) == trained
+    ids, mask = setting.tokenize([given], family=family).example(0)
+    assert chat_tokenizer(family).decode(ids[mask == 1]) == trained
 
 
 def test_examples_are_mapped_not_copied(setting: Setting) -> None:

@@ -81,6 +81,11 @@ def test_templates_for_other_uses_refuse_no_model() -> None:
         replace(codec, templates=others).check_templates()
 
 
+def test_an_answer_that_two_tokens_end_ends_with_the_second() -> None:
+    # which Command R7B stops at already: nothing is added to what its export stops at
+    assert Codec.of(chat_tokenizer("cohere")).turn_ends == ["<|END_OF_TURN_TOKEN|>"]
+
+
 def test_a_template_that_takes_no_row_is_refused_with_its_first_reason() -> None:
     codec = Codec.of(chat_tokenizer("chatml"))
     broken = "{% if tools %}{{ raise_exception('second') }}{% endif %}{{ raise_exception('first') }}"

@@ -53,7 +53,9 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
     },
 }
-_PROBE_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe", "arguments": {"probe": "probe"}}}
+_PROBE_ARGUMENTS = {"probe": "probe"}
+_PROBE_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}
+_WRITTEN_BY_PYTHON = (repr(_PROBE_ARGUMENTS), repr(json.dumps(_PROBE_ARGUMENTS)))
 
 
 class TemplateRefusal(Exception):
@@ -85,6 +87,13 @@ class AssistantTurn:
     """Tokens that end the turn; empty only when the template has markers and writes none."""
     tail: str
     """What follows the end-of-turn token."""
+    closing: str = ""
+    """The token that each turn has right behind that, and at which a model stops; empty in most templates."""
+
+    @property
+    def last(self) -> str:
+        """The token with which the model ends a plain answer; empty where none is known."""
+        return self.closing or (self.ends[0] if self.ends else "")
 
     @cached_property
     def end_pattern(self) -> re.Pattern[str]:
@@ -227,22 +236,26 @@ class ChatTemplate:
     def _call_form(self) -> tuple[bool, bool]:
         """Whether the arguments of a call are to be JSON in a string, and a content that is not there None.
 
-        DeepSeek's templates put arguments together with other text, and tell calls by a content that is none.
+        DeepSeek's templates put arguments together with other text, and tell calls by a content that is none. What
+        others write as it is given would be what Python prints of an object, which is no JSON.
         """
         calls: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
         forms = [(as_text, with_none) for as_text in (False, True) for with_none in (False, True)]
+        taken = []
         for form in forms:
             messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(calls, *form)]
             with suppress(Exception):  # as below
-                self._plain.render(
+                text = self._plain.render(
                     messages=messages,
                     tools=[_PROBE_TOOL],
                     documents=None,
                     add_generation_prompt=False,
                     **self.special_tokens,
                 )
-                return form
-        return forms[0]
+                taken.append(form)
+                if not any(written in text for written in _WRITTEN_BY_PYTHON):
+                    return form
+        return next(iter(taken), forms[0])
 
     @cached_property
     def assistant_turn(self) -> AssistantTurn:
@@ -273,7 +286,22 @@ class ChatTemplate:
             lead=lead,
             ends=tuple(dict.fromkeys(token for token in ends if token in known)),
             tail=after[match.end() :],
+            closing=self._closing(match.group(), after[match.end() :], tools),
         )
+
+    def _closing(self, end: str, tail: str, tools: list[Any] | None) -> str:
+        """``eos_token`` where every turn has it right behind its ``end``, as those of Cohere's newer models have; not
+        where the last one has it alone, before the ``tail``, as Phi-4's: there nothing is written behind the others."""
+        eos = self.special_tokens.get("eos_token")
+        if eos not in self.added_tokens or not tail.startswith(eos):
+            return ""
+        question = {"role": "user", "content": _PROBE_QUESTION}
+        try:
+            text = self.render([question, {"role": "assistant", "content": _PROBE_ANSWER}, question], tools)
+        except TemplateRefusal:
+            return ""
+        behind = text.partition(_PROBE_ANSWER)[2].partition(end)[2]
+        return str(eos) if behind.startswith(eos) else ""
 
     @cached_property
     def writes_tools(self) -> bool:

@@ -9,8 +9,8 @@ the boundary, and rendering prefixes is wrong where templates rewrite history.) 
    nothing but the template's constant tail follows when the turn is the last of the conversation.
 
 A turn is refused when neither holds, and when the template rewrites it once later turns follow, because then the
-text that would be trained is not the text that the model writes. The end-of-turn token is always trained: without
-it a model never learns to stop.
+text that would be trained is not the text that the model writes. The end-of-turn token is always trained, and with it
+the one that closes every turn behind it, if any: without the token at which a model stops it never learns to.
 """
 
 import json
@@ -78,6 +78,9 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     trained = "".join(text[start:end] for start, end in spans)
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
+    # What is trained has no list of the tools, unless it is all of the text.
+    found = [] if train_on == "allTokens" else selected
+    _check_other_calls(template, text, messages, conversation.tools, found)
     _check_context(template, text, messages, conversation.tools)
     lacks_tools = bool(conversation.tools) and not _writes_tools(template, text, messages)
     return MarkedText(
@@ -123,13 +126,42 @@ def _check_calls(message: Message, turn: int, text: str) -> None:
     Without those that are trained the model would learn to answer nothing, and without those before its answer to say
     by itself what a tool has told it.
     """
-    for call in message.get("tool_calls", ()):
-        name = call.get("function", call)["name"]
+    for name in _called(message):
         if name not in text:
-            raise TemplateRefusal(
-                f"the template does not write the tool call {name!r} of message {turn + 1}; set a "
-                "model.chatTemplate that knows tools, or leave such rows out"
-            )
+            raise _unwritten(name, turn)
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the tools that ``message`` calls."""
+    return [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+
+
+def _unwritten(name: str, turn: int) -> TemplateRefusal:
+    return TemplateRefusal(
+        f"the template does not write the tool call {name!r} of message {turn + 1}; set a "
+        "model.chatTemplate that knows tools, or leave such rows out"
+    )
+
+
+def _check_other_calls(
+    template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None, found: list[int]
+) -> None:
+    """Raises TemplateRefusal when ``text``, the render of ``messages``, would be the same with other tool calls: their
+    names may stand in it as those of ``tools``, or because somebody spoke of them. Those of the messages ``found`` are
+    known to be written, and so is what a message says in its content."""
+    calling = [
+        i
+        for i, message in enumerate(messages)
+        if i not in found and any(name not in message.get("content", "") for name in _called(message))
+    ]
+    if not calling:
+        return
+    others = [
+        {**message, "tool_calls": _altered(message["tool_calls"])} if i in calling else message
+        for i, message in enumerate(messages)
+    ]
+    if not _changes(template, text, others, tools):
+        raise _unwritten(_called(messages[calling[0]])[0], calling[0])
 
 
 def _check_context(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> None:
@@ -147,18 +179,20 @@ def _check_context(template: ChatTemplate, text: str, messages: list[Message], t
         if ends:
             # Some write what the system says before the last turn of the user, whatever stands between.
             position = position if message["role"] == "system" else ends[0]
-        elif message["role"] != "assistant" and not _changes(template, text, messages, tools, i):
+            continue
+        others = [*messages[:i], _altered(message), *messages[i + 1 :]]
+        if message["role"] != "assistant" and not _changes(template, text, others, tools):
             raise TemplateRefusal(
                 f"the template does not write message {i + 1} ({message['role']}), so the model would not see what its "
                 "answer goes by; set a model.chatTemplate that does, or leave that turn out"
             )
 
 
-def _changes(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None, turn: int) -> bool:
-    """Whether ``text``, the render of ``messages``, would be another one if message ``turn`` were: many templates write
-    contents in another form."""
+def _changes(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> bool:
+    """Whether ``messages`` have another render than ``text``, that of other ones: many templates write what is said in
+    another form."""
     try:
-        return template.render([*messages[:turn], _altered(messages[turn]), *messages[turn + 1 :]], tools) != text
+        return template.render(messages, tools) != text
     except TemplateRefusal:
         return True
 
@@ -226,11 +260,17 @@ def _end_of_turn(template: ChatTemplate, text: str, start: int) -> int:
     for match in turn.end_pattern.finditer(text, start):
         rest = text[match.end() :]
         if not rest.strip() or rest == turn.tail:
-            return match.end()
+            return _behind_closing(template, text, match.end())
     raise TemplateRefusal(
         f"the text of the assistant's turn does not end with one of {', '.join(turn.ends)}: {text[start:]!r:.200}; "
         "set a model.chatTemplate with {% generation %} markers"
     )
+
+
+def _behind_closing(template: ChatTemplate, text: str, end: int) -> int:
+    """``end``, of an end-of-turn token in ``text``; that of the token that closes every turn where it stands there."""
+    closing = template.assistant_turn.closing
+    return end + len(closing) if text.startswith(closing, end) else end
 
 
 def _why_no_start(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> str:
@@ -262,9 +302,9 @@ def _with_end_of_turn(template: ChatTemplate, text: str, span: Span) -> Span:
     start, end = span
     token = template.assistant_turn.end_pattern.pattern
     if re.search(rf"(?:{token})\s*$", text[start:end]):
-        return span
+        return start, _behind_closing(template, text, end)
     match = re.compile(rf"\s*(?:{token})").match(text, end)
-    return (start, match.end()) if match else span
+    return (start, _behind_closing(template, text, match.end())) if match else span
 
 
 def _spans_of(

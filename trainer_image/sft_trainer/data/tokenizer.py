@@ -171,7 +171,7 @@ class Codec:
         except ModelError:  # of a model that is trained on texts
             end = self.special_tokens.get("eos_token")
             return [end] if end else []
-        return [*dict.fromkeys(token for template in templates for token in template.assistant_turn.ends[:1])]
+        return [*dict.fromkeys(last for template in templates if (last := template.assistant_turn.last))]
 
     @cached_property
     def control_tokens(self) -> re.Pattern[str]:
