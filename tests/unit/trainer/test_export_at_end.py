@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer.checkpoint.errors import CheckpointCorruptError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.store import WriteStream
-from sft_trainer.errors import ConfigError
+from sft_trainer.errors import ConfigError, StorageUnavailableError
 from sft_trainer.export.at_end import AtEnd
 from sft_trainer.models.attention_choice import NOTHING_CHOSEN
 from sft_trainer.models.causal_lm import build_on_meta
@@ -74,6 +75,30 @@ def test_a_process_that_exports_says_that_it_lives(tmp_path: Path, model: Path) 
     assert (tmp_path / "out" / "config.json").exists()
     assert reporter.progress.phase_detail.startswith("file:///x: ")
     assert reporter.progress.phase_detail.endswith(" MiB read and written")
+
+
+def test_however_often_an_export_is_tried_its_processes_form_one_group(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a place that is away for two tries: a group is never taken down, and takes connections of every process
+    formed = Mock(return_value=None)
+    monkeypatch.setattr(Topology, "process_group", formed)
+    export, _ = at_end(tmp_path, model)
+    saved = save(weights(model), LocalStore(tmp_path / "store"))
+
+    class Away(LocalStore):
+        def open_write(self, key: str, size_hint: int = 0) -> WriteStream:
+            raise StorageUnavailableError("away")
+
+    formed.reset_mock()
+    for _ in range(2):
+        with pytest.raises(StorageUnavailableError):
+            export.run(saved.id, "file:///x", Away(tmp_path / "out"))
+    export.run(saved.id, "file:///x", LocalStore(tmp_path / "out"))
+
+    # Then it is the one that there was at the beginning
+    assert (tmp_path / "out" / "config.json").exists()
+    formed.assert_not_called()
 
 
 def test_it_is_the_checkpoint_of_this_step_that_is_exported_and_no_other(tmp_path: Path, model: Path) -> None:

@@ -44,7 +44,8 @@ class AtEnd:
         self._prepared = prepared
         self._store = store
         self._reporter = reporter
-        self._topology = topology
+        # One for all tries: none is ever taken down, and each takes connections and threads of every process.
+        self._group = CheckpointGroup(topology, _TIMEOUT, self._note_wait)
         self._uri = ""
         self._bytes = 0
         self._lock = threading.Lock()
@@ -56,8 +57,7 @@ class AtEnd:
         damaged: whoever starts the run again goes on from the last one, and meets them again.
         """
         self._uri = uri
-        group = CheckpointGroup(self._topology, _TIMEOUT, self._note_wait)
-        found = group.on_leader(lambda: self._chosen(last))
+        found = self._group.on_leader(lambda: self._chosen(last))
         if isinstance(found, Skipped):
             raise CheckpointCorruptError(
                 f"the checkpoint {found.folder} in {self._store.uri} cannot be exported: {found.reason}"
@@ -77,7 +77,7 @@ class AtEnd:
             adapters=Adapters.of(self._config, self._prepared.model.uri),
         )
         try:
-            export_checkpoint(exported, target, group, on_bytes=self._count)
+            export_checkpoint(exported, target, self._group, on_bytes=self._count)
         except CheckpointCorruptError as error:
             if found.id == last:
                 raise
