@@ -19,13 +19,14 @@ _COUNTING = tuple(
     for beginning in (
         r"for \S+, from \S+, nothing could be saved: ",
         r"loss or gradients of ",
+        r"a checkpoint was not saved, ",
         r"not exported to ",
         r"(not )?uploaded to ",
         r".+ fills up, as what is kept no longer cannot be removed: ",
     )
 )
-"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of exports given up, of
-the upload, and of what could not be removed."""
+"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of saves that failed, of
+exports given up, of the upload, and of what could not be removed."""
 
 
 def duration(seconds: float | None) -> str:

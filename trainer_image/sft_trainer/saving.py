@@ -11,6 +11,7 @@ import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
 from sft_api.progress import Incident, Phase
+from sft_api.report import duration
 from sft_api.times import timestamp
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
@@ -34,6 +35,7 @@ _STILL_SECONDS = 300.0
 """For which a save may write nothing, which one that fails does not do: its requests have an end."""
 _SLOWEST_UPLOAD = timedelta(hours=1)
 """For which processes wait for the one that takes longest."""
+_NOT_SAVED = "a checkpoint was not saved, the next one will be tried as planned: "
 _SHORT_SECONDS = 0.05
 """Of which nobody is told that training waited for a copy: to tell it would take as long."""
 
@@ -123,6 +125,8 @@ class Saving:
         """What was told of it when it was over."""
         self._untold = False
         """Whether a save has arrived of which nobody was told."""
+        self._fails_since: float | None = None
+        """When the first save failed for a reason that is not the store's, since the last one that has arrived."""
         self._needed: Callable[[CheckpointStatus], bool] = lambda checkpoint: False
 
     def claim_attempt(
@@ -348,7 +352,7 @@ class Saving:
     def _save(
         self, step: int, boxes: Sequence[Box], run: RunState, *, final: bool, beside: Sequence[Callable[[], None]]
     ) -> bool:
-        self.settle()
+        self.settle(before_final=final)
         self._moved, self._stands_still = time.monotonic(), False
         try:
             with self._waiting_for(Phase.SAVING, f"step {step}"):
@@ -395,12 +399,15 @@ class Saving:
         if outcome is None:
             return
         if outcome.error is None:
-            self._untold = True
+            self._untold, self._fails_since = True, None
         else:
             self._outcome = outcome
 
-    def settle(self) -> None:
-        """Wait for the save in the background and act on its error, the same on all processes; a collective call."""
+    def settle(self, *, before_final: bool = False) -> None:
+        """Wait for the save in the background and act on its error, the same on all processes; a collective call.
+
+        ``before_final``: the last save follows, which is tried whatever became of those before it.
+        """
         error: TrainingError | None
         uploading = self._waiting_for(Phase.SAVING, "waiting for the upload of the last checkpoint")
         try:
@@ -411,7 +418,7 @@ class Saving:
         except TrainingError as raised:
             error = raised
         if error is not None:
-            self._act_on(error, final=False)
+            self._act_on(error, final=False, before_final=before_final)
         self.tell()
 
     @contextmanager
@@ -454,13 +461,27 @@ class Saving:
                 phase, what = self._waiting
                 self._reporter.alive(phase, f"{what}: {self._bytes / 2**20:.0f} MiB")
 
-    def _act_on(self, error: TrainingError, *, final: bool) -> None:
+    def _act_on(self, error: TrainingError, *, final: bool, before_final: bool = False) -> None:
         if is_outage(error):
             self._note_outage(error)
         elif final or not isinstance(error, CheckpointSaveError):
             raise error
         else:
-            self._reporter.warn(f"a checkpoint was not saved, the next one will be tried as planned: {error}")
+            self._reporter.warn(f"{_NOT_SAVED}{error}", instead_of=_NOT_SAVED)
+            if not before_final:
+                self._check_own_failures(error)
+
+    def _check_own_failures(self, error: CheckpointSaveError) -> None:
+        """Take in a save that failed, and not for the store. Raises CheckpointSaveError once that has lasted for as
+        long as an outage may: what this process lacks the next start may have, and all that it makes is at risk."""
+        now = time.monotonic()
+        self._fails_since = now if self._fails_since is None else self._fails_since
+        lasted, deadline = now - self._fails_since, self._config.spec.run_policy.storage_deadline_seconds
+        if lasted >= deadline:
+            raise CheckpointSaveError(
+                f"nothing could be saved for {duration(lasted)}, for longer than runPolicy.storageDeadlineSeconds "
+                f"({deadline:g}), and that is not the store's doing: {error}"
+            ) from error
 
     def _note_outage(self, error: TrainingError) -> None:
         begun = self.outage.failed(error)

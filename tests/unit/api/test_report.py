@@ -84,5 +84,8 @@ def test_the_newest_warnings_stay_and_of_what_is_counted_the_newest_count() -> N
     assert known == [skipped[0], machines[0], skipped[1], outages[1], machines[1]]
     assert with_told(known, [skipped[1], outages[1], machines[1]]) == known
 
+    failed = [f"a checkpoint was not saved, the next one will be tried as planned: step {step}" for step in (10, 20)]
+    assert with_told(failed[:1], failed[1:]) == failed[1:]
+
     full = [f"warning {number}" for number in range(MOST_WARNINGS)]
     assert with_told(full, ["one more"]) == [*full[1:], "one more"]

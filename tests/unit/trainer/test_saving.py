@@ -5,15 +5,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from sft_api.checkpoints import CheckpointId, Manifest, RunState
+from sft_api.failures import is_retryable
 from sft_api.progress import Activity, Phase
 from sft_api.rundir import ACTIVITY_FOLDER
 from sft_trainer import saving
+from sft_trainer.checkpoint import writing
 from sft_trainer.checkpoint.catalog import Catalog
+from sft_trainer.checkpoint.errors import CheckpointSaveError
 from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.checkpoint.staging import HostStaging
 from sft_trainer.checkpoint.store import WriteStream
@@ -316,6 +320,59 @@ def test_a_checkpoint_that_does_not_say_that_the_run_ends_with_it_is_saved_once_
     again.save(4, run.boxes, ended, final=True)
     assert run.saved == {"step-00000004-a00002"}
     assert again.checkpoint_of(4) == CheckpointId(2, 4)
+
+
+def test_saves_that_fail_in_the_process_itself_end_the_attempt_before_all_of_the_run_is_at_risk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a process in which no save gets through, whatever the store takes
+    checkpoint, policy = {"async": False, "everySteps": 2}, {"storageDeadlineSeconds": 60}
+    config = resolve(manifest(tmp_path, tmp_path / "store", checkpoint=checkpoint, runPolicy=policy))
+    reporter, clock = Reporter(tmp_path, writes=True), Mock(monotonic=Mock(return_value=1000.0))
+    made = Saving(config, LocalStore(tmp_path / "store"), reporter, device=CPU, topology=ALONE)
+    made.claim_attempt()
+    monkeypatch.setattr(saving, "time", clock)
+    pieces = writing.write_pieces
+
+    def save(step: int, *, at: float, fails: bool = True) -> bool:
+        clock.monotonic.return_value = at
+        works = Mock(side_effect=RuntimeError("can't start new thread")) if fails else pieces
+        monkeypatch.setattr(writing, "write_pieces", works)
+        return made.save(step, whole({"weight": torch.ones(2)}), RunState(cursor=step))
+
+    # When each fails, then that is told once, of the last one, and training goes on
+    assert not save(2, at=1000.0)
+    assert not save(4, at=1059.0)
+    (warning,) = reporter.progress.warnings
+    assert warning.endswith("as planned: rank 0: RuntimeError: can't start new thread")
+    assert reporter.progress.storage_outage is None
+
+    # It begins anew with each that gets through
+    assert save(6, at=1070.0, fails=False)
+    assert not save(8, at=1100.0)
+    assert not save(10, at=1159.0)
+
+    # But it does not go on for ever: nothing would be left of it in the end
+    with pytest.raises(CheckpointSaveError, match=r"for 1m1s, .* not the store's doing: .* can't start new thread"):
+        save(12, at=1161.0)
+    assert is_retryable(CheckpointSaveError.failure), "the next start may be able to"
+
+
+def test_whoever_is_stopped_tries_to_save_however_long_saves_have_failed_in_the_process_itself(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a save in the background that fails, an hour after the first one did
+    run.store.gate.set()
+    works, fails = writing.write_pieces, Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(writing, "write_pieces", fails)
+    monkeypatch.setattr(run.saving, "_fails_since", time.monotonic() - 3601.0)
+    assert run.save(1)
+    wait_until(lambda: not run.saving.in_flight)
+
+    # When the run is asked to stop, and can be saved
+    monkeypatch.setattr(writing, "write_pieces", works)
+    assert run.save(2, final=True)
+    assert run.saved == {"step-00000002-a00001"}
 
 
 def test_a_run_knows_whether_it_has_saved_before(tmp_path: Path) -> None:
