@@ -3,7 +3,7 @@
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +16,7 @@ from sft_trainer.checkpoint.store import Store
 from sft_trainer.curves import writer
 from sft_trainer.curves.chart import Line, draw, thinned
 from sft_trainer.curves.writer import CurveWriter, metrics_key
-from sft_trainer.errors import StorageUnavailableError
+from sft_trainer.errors import AccessDeniedError, StorageUnavailableError
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,6 +119,30 @@ def test_a_resumed_run_goes_on_where_it_went_on_from(store: Store, tmp_path: Pat
     assert sorted(shown_by_tensorboard(store, tmp_path / "after", "train/loss")) == expected
     assert sorted(shown_by_tensorboard(store, tmp_path / "eval", "eval/loss")) == [(0, 9.0), (10, 3.0)]
     assert curves(store.read("curve.svg")) == {"training": 10, "held-out": 2}
+
+
+def test_where_nothing_may_be_removed_any_more_a_resumed_run_has_its_curve(tmp_path: Path) -> None:
+    # Given files for TensorBoard with steps that are made again, and a right to delete that was revoked
+    class Kept(LocalStore):
+        def delete(self, keys: Iterable[str]) -> None:
+            raise AccessDeniedError("access denied")
+
+    store = Kept(tmp_path)
+    lost = CurveWriter(LocalStore(tmp_path), "tiny", attempt=1, resumed_at=0)
+    save(store, lost, 1, [record(step, 9.0) for step in range(1, 4)])
+    save(store, lost, 1, [record(step, 9.0) for step in range(4, 11)])
+    lost.finish(PATIENCE_SECONDS)
+
+    # When the next attempt makes the rest again
+    resumed = CurveWriter(store, "tiny", attempt=2, resumed_at=5)
+    save(store, resumed, 2, [record(step, 4.0) for step in range(6, 9)])
+    resumed.finish(PATIENCE_SECONDS)
+
+    # Then all is shown as it counts, also by a TensorBoard that reads the files which stay
+    assert curves(store.read("curve.svg")) == {"training": 8}
+    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = {event.step: round(event.value, 5) for event in reader.Scalars("train/loss")}
+    assert found == {step: 9.0 if step <= 5 else 4.0 for step in range(1, 9)}
 
 
 def test_of_records_that_are_longer_than_any_whole_lines_are_read(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from sft_api.checkpoints import CURVE_KEY, EVENTS_PREFIX, METRICS_PREFIX
 from sft_trainer.checkpoint.store import Store
+from sft_trainer.errors import AccessDeniedError
 
 from .chart import Line, draw
 from .events import event_file
@@ -139,7 +140,11 @@ class CurveWriter:
             self._together = [scalar for scalars in told.values() for scalar in scalars]
             content = event_file(self._together, purge_step=None)
             self._store.put(events_key(self._resumed_at, self._attempt), content)
-        self._store.delete(going.keys)
+        try:
+            self._store.delete(going.keys)
+        except AccessDeniedError as error:
+            # That is no reason to be without a curve: this attempt's first file says from which step on to forget them.
+            log.warning("TensorBoard's files of steps that were taken back stay: %s", error)
         return history
 
     def _told(
