@@ -30,7 +30,7 @@ from .picture.listing import Listing
 from .picture.observed import Manifest
 from .picture.picture import KINDS, Key, Picture, version_of
 from .picture.watchdog import Watchdog
-from .reconciler import Reconciler
+from .reconciler import Reconciler, StatusRefusedError
 from .workqueue import RetryLater, WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,11 @@ class Operator:
             # The whole of it once: what is permanent fails again and again.
             told = self._bugs.get(key) == (bug := repr(error))
             self._bugs[key] = bug
-            logger.error("%s: a bug in the operator: %s", key, bug, exc_info=None if told else error)
+            if isinstance(error, StatusRefusedError):
+                # As for a spec that breaks a rule of a later CRD: the API server's words name what is wrong.
+                logger.error("%s: %s", key, error)
+            else:
+                logger.error("%s: a bug in the operator: %s", key, bug, exc_info=None if told else error)
             self._metrics.reconciles.labels("error").inc()
 
     def _seen(self, kind: str, event: str | None, manifest: Manifest) -> None:

@@ -26,6 +26,7 @@ from sft_operator.cluster.leadership import LeadershipLost
 from sft_operator.config import LeaderElectionSettings, Settings
 from sft_operator.controller import Operator
 from sft_operator.picture.picture import Key
+from sft_operator.reconciler import StatusRefusedError
 from tests.unit.operator.make import Object, child_manifest, job_manifest, pod_manifest
 
 
@@ -187,6 +188,24 @@ class ApiWithoutPods:
             raise ApiError(503, "ServiceUnavailable", "overload")
         take(job_manifest() if kind == KIND else child_manifest())
         return 100
+
+
+def test_a_status_that_the_api_server_refuses_is_logged_in_its_words_and_as_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As for a spec that breaks a rule of a later CRD, by an API server that checks it with each change."""
+
+    async def scenario() -> None:
+        operator = Operator(Settings(), "http://nowhere", cast(aiohttp.ClientSession, None))
+        operator._failed(Key("team", "tulu"), StatusRefusedError("the API server refuses its status: spec: a rule"))
+        operator._failed(Key("team", "tulu"), ValueError("no such thing"))
+        await operator._progress.close()
+
+    asyncio.run(scenario())
+
+    refused, bug = (record.message for record in caplog.records)
+    assert refused == "team/tulu: the API server refuses its status: spec: a rule"
+    assert bug == "team/tulu: a bug in the operator: ValueError('no such thing')"
 
 
 class EmptyApi:
