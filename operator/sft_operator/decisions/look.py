@@ -65,6 +65,8 @@ _ANSWER_SECONDS = 1.0
 """In which a trainer that is asked for the first time answers."""
 _LAST_WORDS_SECONDS = 0.5
 """Between two looks for the last words of pods."""
+_OUR_FINALIZER = f"its finalizer {PLACE_FINALIZER}"
+_OTHERS = "it goes once its finalizers are taken away by those who put them there"
 _REASONS: Mapping[type[ValueError], str] = {
     DoesNotFit: "DoesNotFit",
     PodProfileNotAllowed: "PodProfileNotAllowed",
@@ -150,7 +152,7 @@ class _Look(Notes):
         may go."""
         finalizers = with_finalizer(self._manifest, wanted=False)
         if finalizers is None:
-            return self._result()
+            return self._held_by_others()
         job, _ = self._read_spec()
         stays = not takes_place(self._manifest)
         if stays or (why := self._why_not_removable(job)):
@@ -178,6 +180,13 @@ class _Look(Notes):
         waits = f"{DELETES}: {uri} is removed once nobody is left who writes there; {words}"
         return self._say_waits(waits if words else removal.words)
 
+    def _held_by_others(self) -> Result:
+        """What was said of our finalizer, which is gone, is true no more: say for which ones the object waits."""
+        if not self._read_status().message.startswith((DELETES, _OUR_FINALIZER, _OTHERS)):
+            return self._result()
+        others = ", ".join(self._manifest["metadata"].get("finalizers") or ())
+        return self._say_waits(f"{_OTHERS}: {others}")
+
     def _let_go(self, finalizers: list[str], news: News | None) -> Result:
         # First: what else there is to do may be refused, or not be answered, each time.
         self._actions.insert(0, SetFinalizers(tuple(finalizers), news))
@@ -187,7 +196,7 @@ class _Look(Notes):
         # Words that are others each time (a port, a time) would have the next try come at once, and so without end.
         if self._clock - self._memory.written < self._settings.status_seconds_starting:
             return self._result()
-        return self._say_waits(f"its finalizer {PLACE_FINALIZER} cannot be taken away: {refusal.message}")
+        return self._say_waits(f"{_OUR_FINALIZER} cannot be taken away: {refusal.message}")
 
     def _why_not_removable(self, job: SFTJob | None) -> str:
         if job is None:

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from sft_api.deletion import DELETES
 from sft_operator.cluster.client import ApiError
 from sft_operator.config import StoreSettings
 from sft_operator.names import PLACE_FINALIZER, QUEUE_LABEL
@@ -380,6 +381,24 @@ def test_what_keeps_an_object_that_is_going_from_going_is_told(
     monkeypatch.undo()
     world.look()
     assert world.api.objects["SFTJob", "tulu"]["metadata"]["finalizers"] == []
+
+
+@pytest.mark.parametrize("words", [f"its finalizer {PLACE_FINALIZER} cannot be taken away: no", f"{DELETES}: it waits"])
+def test_what_was_said_of_our_finalizer_does_not_stay_while_anothers_holds_the_object(words: str) -> None:
+    world = World()
+    going = job_manifest() | {"status": {"state": "Running", "message": words}}
+    going["metadata"] |= {"finalizers": ["example.org/a", "example.org/b"], "deletionTimestamp": stamp(0)}
+    world.api.keep("SFTJob", going)
+
+    pass_time(world, 30)
+
+    told = "it goes once its finalizers are taken away by those who put them there: "
+    assert (world.status["state"], world.status["message"]) == ("Running", f"{told}example.org/a, example.org/b")
+    assert world.api.done("patch", "SFTJob") == 1
+
+    world.api.keep("SFTJob", going | {"status": world.status, "metadata": going["metadata"] | {"finalizers": ["b"]}})
+    pass_time(world, 30)
+    assert world.status["message"] == f"{told}b"
 
 
 def test_words_about_a_finalizer_that_are_others_each_time_bring_on_no_try_each(
