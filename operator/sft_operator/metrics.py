@@ -89,6 +89,8 @@ class _Metric(NamedTuple):
     """Beside namespace and name."""
 
 
+_JOBS_AT_A_TIME = 50
+"""Their series of one metric are made, and made to text, in some milliseconds; those of 3,000 jobs take 0.8 s."""
 _G, _C = GaugeMetricFamily, CounterMetricFamily
 _METRICS = (
     _Metric(_G, "sft_job_state", "1, labelled with the present state.", _state, ("state",)),
@@ -198,17 +200,18 @@ class JobCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Family]:
-        """All series of all jobs, one metric after the other."""
+        """All series of all jobs, one metric after the other, each in pieces."""
         jobs = [
             ((manifest["metadata"].get("namespace", ""), manifest["metadata"]["name"]), manifest.get("status") or {})
             for manifest in self._manifests()
         ]
         for metric in _METRICS:
-            family = metric.kind(metric.name, metric.meaning, labels=("namespace", "name", *metric.labels))
-            for job, status in jobs:
-                for values, value in metric.samples(status):
-                    family.add_metric((*job, *values), value)
-            yield family
+            for begin in range(0, max(1, len(jobs)), _JOBS_AT_A_TIME):
+                family = metric.kind(metric.name, metric.meaning, labels=("namespace", "name", *metric.labels))
+                for job, status in jobs[begin : begin + _JOBS_AT_A_TIME]:
+                    for values, value in metric.samples(status):
+                        family.add_metric((*job, *values), value)
+                yield family
 
 
 def _condition(status: Status, kind: str) -> Condition | None:
