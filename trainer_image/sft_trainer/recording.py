@@ -16,7 +16,7 @@ _SECONDS = 30.0
 
 
 class Recording(Listener, ABC):
-    """Begins with the window; when it ends, says who inherits. What fails is warned of: no recording is worth a run."""
+    """Begins with the window; subclasses end it. What fails is warned of: no recording is worth a run."""
 
     def __init__(
         self,
