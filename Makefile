@@ -3,8 +3,8 @@
 PYTHON := .venv/bin/python
 # Of pytest. In the order of collection, which has what takes long first; runs have more processes of their own.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
-# And one more that computes, as runs of tests wait too: three in all used three quarters of two processors. The fourth
-# has what mostly waits, and helps after that (tests/conftest.py).
+# And two that have what mostly waits, and help after that (tests/conftest.py): in one process that took as long as all
+# else in three.
 AND_WHAT_WAITS = $(TWO_AT_A_TIME:2=4)
 # Else each process of pytest would rewrite and compile all modules of tests anew.
 export PYTHONDONTWRITEBYTECODE :=

@@ -4,7 +4,7 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from typing import Any
 
 import pytest
@@ -53,17 +53,18 @@ _MOSTLY_WAIT = (
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n`` one process has all tests of a file, or of such a folder, for the sake of what they share.
 
-    Of three or more the last one has the tests that mostly wait, while all others compute beside it. Who has no more of
-    its own kind takes of the other: tests of runs wait too, and processes that compute leave a part of processors idle.
+    Of three the last one has the tests that mostly wait, of four or more the last two, while all others compute beside
+    them. Who has no more of its own kind takes of the other: tests of runs wait too, and processes that compute leave a
+    part of processors idle.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class ByPlace(LoadFileScheduling):
-        _waits: Any = None
+        _wait: Collection[Any] = ()
 
         def schedule(self) -> None:
             if self.collection is None and len(self.nodes) > 2:
-                self._waits = self.nodes[-1]
+                self._wait = self.nodes[-1 if len(self.nodes) == 3 else -2 :]
             super().schedule()
 
         def _split_scope(self, nodeid: str) -> str:
@@ -72,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def _own(self, node: Any) -> str | None:
             """The next of what is for this process rather than for the others."""
-            waits = node is self._waits
+            waits = node in self._wait
             return next((scope for scope in self.workqueue if scope.startswith(_MOSTLY_WAIT) == waits), None)
 
         def _assign_work_unit(self, node: Any) -> None:

@@ -36,7 +36,7 @@ def make(checkout: Path, *arguments: str) -> str:
 
 
 def test_tests_run_two_at_a_time_unless_told_otherwise(checkout: Path) -> None:
-    for target, processes in (("test", 4), ("quick", 2)):  # the fourth one mostly waits
+    for target, processes in (("test", 4), ("quick", 2)):  # two of the four mostly wait
         assert f" -n {processes} " in make(checkout, "-n", target).splitlines()[-1]
         assert " -n" not in make(checkout, "-n", target, "TWO_AT_A_TIME=").splitlines()[-1]
 

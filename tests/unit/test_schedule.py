@@ -64,6 +64,17 @@ def test_of_three_the_last_has_what_waits_and_helps_after_that() -> None:
     assert sum(map(len, files)) == len(set().union(*files))
 
 
+def test_of_four_two_share_what_waits() -> None:
+    node = [f"tests/e2e/test_{file}.py::test_{n}" for file in "ab" for n in range(4)]
+
+    *computing, first, second = ran(4, node + OTHERS[:8] + WAITING + OTHERS[8:])
+
+    # What shares a node, or an operator, is one process's
+    assert (first[: len(node)], second[: len(WAITING)]) == (node, WAITING)
+    assert {*node, *WAITING}.isdisjoint(itertools.chain(*computing))
+    assert sorted(itertools.chain(*computing, first[len(node) :], second[len(WAITING) :])) == OTHERS
+
+
 def test_two_have_everything_in_its_order() -> None:
     first, second = ran(2, OTHERS[:8] + WAITING + OTHERS[8:])
 
