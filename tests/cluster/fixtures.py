@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,11 +29,18 @@ _PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what t
 ]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build what the collected tests need before the first one starts: a test's time limit is for the test."""
-    if session.config.option.collectonly:
-        return
-    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Build what a test needs before its time begins: its limit is for the test."""
+    _prepare(item.session, item.path.parent)
+    return (yield)
+
+
+@functools.cache
+def _prepare(session: pytest.Session, folder: Path) -> None:
+    """Build what the tests in ``folder`` need, once the first of them is to run: in the process that runs them."""
+    tests = (item for item in session.items if item.path.parent == folder)
+    wanted = {name for item in tests for name in getattr(item, "fixturenames", ())}
     for fixture, prepare in _PREPARATIONS:
         if fixture in wanted:
             with contextlib.suppress(Exception):  # the fixture meets the same failure, and reports it
