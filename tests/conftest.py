@@ -1,10 +1,14 @@
 """Fixtures shared by all tests; heavy ones live beside what they start."""
 
 import atexit
+import fcntl
 import gc
 import os
 import signal
+import sys
 from collections.abc import Collection, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +33,23 @@ def pytest_collection() -> Generator[None, Any, Any]:
     """Modules of all tests, and what they import, make millions of objects and no garbage: none is looked at again."""
     gc.disable()
     try:
-        return (yield)
+        with _alone_in_a_new_checkout():
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
         # At its end Python frees them as ever: what is written in C++ warns of what it finds alive.
         atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def _alone_in_a_new_checkout(tests: Path = Path(__file__).parent) -> Iterator[None]:
+    """Of processes that collect at once the first one compiles all modules, and the others wait for what it writes."""
+    with (tests / "conftest.py").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (tests / "unit" / "__pycache__").exists() or sys.dont_write_bytecode:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        yield
 
 
 _TOGETHER = ("tests/e2e/", "tests/integration/operator/")

@@ -1,13 +1,16 @@
 """Which process of pytest has which tests, with processes that only say what they were given."""
 
+import fcntl
 import itertools
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sft_api.generate import ROOT
-from tests.conftest import _MOSTLY_WAIT, _TOGETHER, pytest_xdist_make_scheduler
+from tests.conftest import _MOSTLY_WAIT, _TOGETHER, _alone_in_a_new_checkout, pytest_xdist_make_scheduler
 
 WAITING = [f"tests/integration/{file}::test_{n}" for file in ("operator/a.py", "operator/b.py") for n in range(4)]
 OTHERS = [f"tests/unit/test_{file:02}.py::test_{n}" for file in range(12) for n in range(4)]
@@ -106,3 +109,20 @@ def test_whoever_is_slow_everything_is_run_and_what_waits_is_no_reason_to_stand_
 @pytest.mark.parametrize("place", sorted({*_TOGETHER, *_MOSTLY_WAIT}))
 def test_what_is_dealt_by_its_place_is_there(place: str) -> None:
     assert (ROOT / place).exists()
+
+
+def test_where_nothing_is_compiled_yet_one_process_does_so_and_then_none_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "unit").mkdir()
+    lock = tmp_path / "conftest.py"
+    lock.touch()
+
+    with lock.open() as other:
+        with _alone_in_a_new_checkout(tmp_path):
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (tmp_path / "unit" / "__pycache__").mkdir()
+        with _alone_in_a_new_checkout(tmp_path):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
