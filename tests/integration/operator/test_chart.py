@@ -456,6 +456,7 @@ def test_rights_are_few_and_named() -> None:
         ("services", "delete"),
         ("networkpolicies", "create"),
         ("networkpolicies", "delete"),
+        ("podgroups", "create"),
         ("events", "create"),
         ("pods", "delete"),
         ("pods/eviction", "create"),
