@@ -18,6 +18,7 @@ _COUNTING = tuple(
     re.compile(beginning)
     for beginning in (
         r"for \S+, from \S+, nothing could be saved: ",
+        r"(for \S+, from \S+, nothing could|nothing can) be exported\b",
         r"loss or gradients of ",
         r"a checkpoint was not saved, ",
         r"not exported to ",
@@ -25,8 +26,8 @@ _COUNTING = tuple(
         r".+ fills up, as what is kept no longer cannot be removed: ",
     )
 )
-"""How warnings begin of which the newest says all: of an outage that ended, of skipped steps, of saves that failed, of
-exports given up, of the upload, and of what could not be removed."""
+"""How warnings begin of which the newest says all: of an outage that ended, of one of exports whether it lasts or
+not, of skipped steps, of saves that failed, of exports given up, of the upload, and of what could not be removed."""
 
 
 def duration(seconds: float | None) -> str:

@@ -87,5 +87,10 @@ def test_the_newest_warnings_stay_and_of_what_is_counted_the_newest_count() -> N
     failed = [f"a checkpoint was not saved, the next one will be tried as planned: step {step}" for step in (10, 20)]
     assert with_told(failed[:1], failed[1:]) == failed[1:]
 
+    lasts = [f"nothing can be exported since {when}, training goes on: no" for when in ("12:00", "14:00")]
+    over = [f"for 5m0s, from {when}, nothing could be exported: no" for when in ("12:00", "14:00")]
+    assert with_told(lasts[:1], over[:1]) == over[:1]
+    assert with_told(over[:1], lasts[1:]) == lasts[1:]
+
     full = [f"warning {number}" for number in range(MOST_WARNINGS)]
     assert with_told(full, ["one more"]) == [*full[1:], "one more"]
