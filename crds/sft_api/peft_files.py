@@ -15,6 +15,7 @@ from typing import Any
 
 from .adapters import ALL_LINEAR, means_experts, named, shortest
 from .place import EXPORT_ADAPTER, EXPORT_ADAPTER_CONFIG
+from .safetensors_header import read_header
 from .v1alpha1.lora import LoraSpec
 
 FIELD = "lora.adapterUri"
@@ -23,8 +24,6 @@ FILES = (EXPORT_ADAPTER_CONFIG, EXPORT_ADAPTER)
 
 _MERGE = "merge them into the model with peft (merge_and_unload), and name that in model.uri, without lora.adapterUri"
 _PICKLED = "adapter_model.bin"
-_MOST_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 _LONGEST_NAME = 512
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "base_model.model."
@@ -348,20 +347,16 @@ def _tensors(file: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     try:
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length))
-        entries = {key: entry for key, entry in header.items() if key != "__metadata__"}
+            begin, entries = read_header(opened)
         stored = [
             StoredTensor(key, str(each["dtype"]), tuple(map(int, each["shape"]))) for key, each in entries.items()
         ]
-        end = max((int(each["data_offsets"][1]) for each in entries.values()), default=0)
+        end = begin + max((int(each["data_offsets"][1]) for each in entries.values()), default=0)
         size = file.stat().st_size
     except (OSError, ValueError, OverflowError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterFilesError(f"{file} is not a safetensors file ({error}): fetch the adapters again") from error
-    if size != 8 + length + end:
-        raise AdapterFilesError(f"{file} has {size} bytes, and its header says {8 + length + end}: fetch it again")
+    if size != end:
+        raise AdapterFilesError(f"{file} has {size} bytes, and its header says {end}: fetch it again")
     for tensor in stored:
         # They are told to people, and may be anybody's.
         if not (tensor.key.isascii() and tensor.key.isprintable() and len(tensor.key) <= _LONGEST_NAME):

@@ -21,12 +21,11 @@ from sft_api.layers import adapted_of, with_added_tokens
 from sft_api.memory import sizes_of
 from sft_api.model_shape import ModelShape
 from sft_api.peft_files import in_text_part
+from sft_api.safetensors_header import read_header
 from sft_api.v1alpha1.job import SFTJobSpec
 
 from .files import path_of
 
-_MOST_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 _HEADS = ("lm_head", "embed_out")
 """Names of output layers; a tied one is in no file."""
 _EMBEDDINGS = (".embed_tokens.weight", ".embed_in.weight", ".wte.weight", ".word_embeddings.weight")
@@ -234,9 +233,6 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
     shapes: dict[str, list[int]] = {}
     for file in _files(folder):
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > _MOST_HEADER_BYTES:
-                raise ValueError(f"{file} is no safetensors file")
-            header = json.loads(opened.read(length))
-        shapes |= {name: [*map(int, entry["shape"])] for name, entry in header.items() if name != "__metadata__"}
+            _, entries = read_header(opened)
+        shapes |= {name: [*map(int, entry["shape"])] for name, entry in entries.items()}
     return shapes

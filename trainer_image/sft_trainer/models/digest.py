@@ -1,11 +1,11 @@
 """Which model a run starts from, in digests, without reading all of its bytes."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from sft_api.safetensors_header import read_header
 from sft_trainer.names.canonical import VERSION
 
 from .causal_lm import CausalLM
@@ -56,11 +56,9 @@ def base_digest(model: CausalLM, path: Path) -> str:
 
 def _middles(opened: BinaryIO) -> Iterator[int]:
     """Of every tensor of a safetensors file that was found whole, where its middle sample begins; in order."""
-    length = int.from_bytes(opened.read(8), "little")
-    header = json.loads(opened.read(length))
-    offsets = sorted(entry["data_offsets"] for name, entry in header.items() if name != "__metadata__")
-    for begin, end in offsets:
-        yield 8 + length + max(begin, (begin + end - _SAMPLE_BYTES) // 2)
+    values, entries = read_header(opened)
+    for begin, end in sorted(entry["data_offsets"] for entry in entries.values()):
+        yield values + max(begin, (begin + end - _SAMPLE_BYTES) // 2)
 
 
 def companion_digests(model: Path, tokenizer: Path) -> dict[str, str]:
