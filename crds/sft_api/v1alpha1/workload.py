@@ -21,14 +21,11 @@ ChatTemplate = Annotated[
 ]
 
 
-AddedToken = Annotated[
-    str,
-    Field(min_length=1, max_length=128),
-    matches(
-        r"^[^ \t\n\r]([^\n\r]*[^ \t\n\r])?$",
-        "must be a token as it stands in texts, such as <ticket>: in one line, and without white space around it",
-    ),
-]
+CAN_BE_ADDED = matches(
+    r"^[^ \t\n\r]([^\n\r]*[^ \t\n\r])?$",
+    "must be a token as it stands in texts, such as <ticket>: in one line, and without white space around it",
+)
+AddedToken = Annotated[str, Field(min_length=1, max_length=128), CAN_BE_ADDED]
 
 
 class SecretKeyRef(ApiModel):

@@ -351,8 +351,11 @@ def test_a_token_to_train_has_to_be_one_of_the_tokenizer(tmp_path: Path) -> None
     backend = load_tokenizer(tmp_path).backend_tokenizer
     end = backend.token_to_id("<|im_end|>")
     assert numbers_of(backend, ["<|im_end|>", "a", "<|im_end|>"]) == sorted([backend.token_to_id("a"), end])
-    with pytest.raises(ConfigError, match=r"lora.trainableTokens has 'a<\|im_end\|>', which is no token of the tok"):
+    with pytest.raises(ConfigError, match=r"'a<\|im_end\|>', which is no token .*: name it in model.addedTokens, or"):
         numbers_of(backend, ["a<|im_end|>"])
+    # None that begins, or ends, with white space can be added.
+    with pytest.raises(ConfigError, match=r"has 'a<\|im_end\|>\\n', which is no token .*\): leave it out$"):
+        numbers_of(backend, ["a<|im_end|>\n"])
 
 
 def test_adapters_with_rows_of_other_tokens_are_no_beginning(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import compress
 from typing import TYPE_CHECKING
 
+from sft_api.v1alpha1.workload import CAN_BE_ADDED
 from sft_trainer.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -90,10 +91,11 @@ def numbers_of(backend: "Tokenizer", tokens: Iterable[str]) -> list[int]:
         number = added.get(token, _number_of(token, backend))
         if number is None:
             pieces = [backend.decode([one], skip_special_tokens=False) for one in _encoded(token, backend)]
+            added_instead = "name it in model.addedTokens, or " if CAN_BE_ADDED.check(token) else ""
             raise ConfigError(
                 f"lora.trainableTokens has {token!r}, which is no token of the tokenizer, but {len(pieces)} "
-                f"({', '.join(map(repr, pieces[:_PIECES_SHOWN]))}{', …' * (len(pieces) > _PIECES_SHOWN)}): name it in "
-                "model.addedTokens, or leave it out"
+                f"({', '.join(map(repr, pieces[:_PIECES_SHOWN]))}{', …' * (len(pieces) > _PIECES_SHOWN)}): "
+                f"{added_instead}leave it out"
             )
         found.add(number)
     return sorted(found)
