@@ -16,6 +16,7 @@ import torch
 from sft_api.layers import with_added_tokens
 from sft_api.memory import Sizes, estimate, sizes_of
 from sft_api.memory_needed import staging
+from sft_api.memory_remedies import remedies
 from sft_api.model_config import shape_of
 from sft_trainer import trainer
 from sft_trainer.errors import ConfigError
@@ -117,6 +118,26 @@ def test_experts_are_said_to_fit_as_they_are_published_where_they_are_so(tmp_pat
 
     # Then a copy with plain weights is rounded
     assert f"lora.basePrecision: {'mxfp4' if packed else 'nf4'} (" in str(refusal.value)
+
+
+def test_rows_of_added_tokens_are_counted_once_in_what_remedies_leave(tmp_path: Path) -> None:
+    # Given a config with wide rows, of which a run adds far more than there are
+    save_model("qwen3", tmp_path, vocab_size=64, **IN_BLOCKS)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"hidden_size": 65536}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    shape = shape_of(written)
+    tokens = [f"<{number}>" for number in range(1000)]
+    model = {"uri": f"file://{tmp_path}", "addedTokens": tokens}
+    config = resolve(manifest(tmp_path, tmp_path.with_name("store"), model=model))
+    blueprint = build_on_meta(tmp_path, None, range(64, 64 + len(tokens)))
+    taken = estimate_blueprint(config, blueprint, trainable_of(config))
+    gpu = round(taken.total / 1.15)
+
+    with pytest.raises(ConfigError) as refusal:
+        check_fits(config, blueprint, gpu, CPU, lambda: taken, tells=True)
+
+    # Then it is told what the operator tells, by the model's files
+    assert remedies(config.spec, config.plan, shape, gpu) in str(refusal.value)
 
 
 def test_a_stage_that_does_not_fit_is_refused_too(tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ def check_fits(
     huggingface: Any = blueprint.huggingface
     shape, changing = shape_of(huggingface.config.to_dict()), spec
     if shape is not None:
-        # The config of the model that is built says no more how its files are.
-        shape = replace(shape, in_mxfp4=blueprint.read_as == "mxfp4")
+        # The config of the model that is built says no more how its files are, nor how many rows they have: those of
+        # tokens that the run adds are counted by its spec.
+        rows = min([shape.vocabulary, *(table.stored for table in blueprint.tables.values())])
+        shape = replace(shape, in_mxfp4=blueprint.read_as == "mxfp4", vocabulary=rows)
     if shape is None and estimate.known:
         # No formula says what would be taken then, and of model.parameters follows a part only, which compares with
         # nothing here: the remedies are told without numbers.
