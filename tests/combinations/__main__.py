@@ -2,8 +2,8 @@
 
 Draws manifests from the fields that change numbers or flow, so that every two values of two features meet that can, on
 small models of many families, and runs each as ``sft run`` does: from its beginning to its end; killed or stopped after
-a step, and begun again; begun by another number of processes. Prints seed, number and manifest of each in which
-something does not hold, and as its last line
+a step, and begun again; begun by another number of processes; gone on with by another run, from a checkpoint, or from
+its export. Prints seed, number and manifest of each in which something does not hold, and as its last line
 
 cases        manifests that were tried
 bad          of these how many broke what must hold

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from sft_api.v1alpha1 import SFTJob
 
-from .inputs import END_OF_TURN, KINDS, TICKET, WHOLES
+from .inputs import END_OF_TURN, IN_BRACKETS, KINDS, MARKED, TICKET, WHOLES
 
 Sections = Mapping[str, Any]
 """A part of a spec."""
@@ -99,6 +99,22 @@ def features(inputs: Path) -> dict[str, dict[str, Sections]]:
             "shareGPT": rows("shareGPT"),
             "alpaca": rows("alpaca"),
             "completions": rows("promptCompletion"),
+            "completed turns": rows("continued"),
+            "history": rows("history"),
+            "flagged": rows("flagged"),
+            "other columns": {
+                "data": {
+                    "train": [
+                        _source(
+                            inputs,
+                            "questions",
+                            columns={"instruction": "question", "output": "reply"},
+                            systemKey="persona",
+                        )
+                    ]
+                }
+            },
+            "other turns": {"data": {"train": [_source(inputs, "dialogs", format="shareGPT", messagesKey="dialog")]}},
             "texts": rows("text"),
             "tokens": rows("pretokenized"),
             "a part": {"data": {"train": [_source(inputs, "messages", split="train[10%:70%]")]}},
@@ -111,6 +127,11 @@ def features(inputs: Path) -> dict[str, dict[str, Sections]]:
             "last": {},
             "all": {"data": {"trainOn": "allAssistantMessages"}},
             "everything": {"data": {"trainOn": "allTokens"}},
+        },
+        "template": {
+            "published": {},
+            "brackets": {"model": {"chatTemplate": IN_BRACKETS}},
+            "marked": {"model": {"chatTemplate": MARKED}},
         },
         "length": {
             "fits": {"data": {"maxLength": 256}},
@@ -221,6 +242,7 @@ _ONLY_WITH: dict[tuple[str, str], tuple[str, Collection[str]]] = {
     ("trained", "adapters with magnitudes"): ("model", {*KINDS, *WHOLES} - {"phi3"}),
     ("processes", "shared tokens"): ("model", {*KINDS, *WHOLES} - _IN_ORDER),
     ("loss", "routers"): ("model", _MIXTURES),
+    ("rows", "flagged"): ("trained turns", {"last", "all"}),
     ("config", "attention dropout"): ("model", {"qwen3", "llama", "qwen2", "gemma2", "phi3", "mixtral"}),
     ("config", "longer"): ("model", {"qwen3", "llama", "qwen2", "mixtral", "qwen3_moe"}),
     ("new tokens", "one"): ("trained", _LEARNS_TOKENS),

@@ -1,6 +1,7 @@
 """Small models of many families, and the same few rows in every format, made on the spot."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,25 @@ WHOLES = ("gemma3", "qwen3_5")
 """Types of models of images and texts."""
 IN_BF16 = ("llama", "mixtral")
 """Those whose files are in bf16, as most that are published."""
+IN_BRACKETS = (
+    "{% for turn in messages %}{% if turn.role == 'assistant' %}{{ ' ' + turn.content + eos_token }}"
+    "{% elif turn.role == 'user' %}{{ '[Q] ' + turn.content + ' [/Q]' }}"
+    "{% else %}{{ '[S] ' + turn.content + ' [/S] ' }}{% endif %}{% endfor %}"
+)
+"""A template without markers, or anything but white space to begin an answer with."""
+MARKED = (
+    "{% for turn in messages %}{{ '<|im_start|>' + turn.role + '\n' }}{% if turn.role == 'assistant' %}"
+    "{% generation %}{{ turn.content | trim }}{% endgeneration %}{% else %}{{ turn.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+)
+"""A template whose markers leave out the end of the turn."""
+_OF_CHAT_ML = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.DOTALL)
+ANSWERS = {
+    None: _OF_CHAT_ML,
+    MARKED: _OF_CHAT_ML,
+    IN_BRACKETS: re.compile(r" \[/Q\](.*?<\|im_end\|>)", re.DOTALL),
+}
+"""By the template, None for that of the tokenizer, what an answer is in its text, as group 1."""
 
 
 def make(folder: Path) -> Path:
@@ -55,7 +75,7 @@ def make(folder: Path) -> Path:
         _save(folder / "models" / kind, inputs.model, _writes(kind, tokenizer))
     for kind in WHOLES:
         _save(folder / "models" / kind, inputs.model, _writes_whole(kind, tokenizer))
-    _write_rows(folder / "data", inputs, tokenizer)
+    write_rows(folder / "data", inputs)
     return folder
 
 
@@ -105,14 +125,20 @@ def _writes_whole(kind: str, tokenizer: Any) -> Callable[[Path], None]:
     return write
 
 
-def _write_rows(folder: Path, inputs: Any, tokenizer: Any) -> None:
-    def chats(file: Path, count: int) -> list[list[dict[str, str]]]:
-        rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()[:count]]
+def write_rows(folder: Path, inputs: Any, count: int = _ROWS) -> None:
+    """The first ``count`` chats of ``inputs``, and a few to evaluate on, in every form, into ``folder``, which is
+    made."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+
+    def chats(file: Path, most: int) -> list[list[dict[str, str]]]:
+        rows = [json.loads(line)["messages"] for line in file.read_text().splitlines()[:most]]
         return [_with_tickets(turns) if at % 3 == 0 else turns for at, turns in enumerate(rows)]
 
     folder.mkdir()
-    for name, file, count in (("train", inputs.train, _ROWS), ("eval", inputs.eval, _EVALUATED)):
-        rows = chats(file, count)
+    for name, file, most in (("train", inputs.train, count), ("eval", inputs.eval, _EVALUATED)):
+        rows = chats(file, most)
         texts = ["\n".join(turn["content"] for turn in turns) for turns in rows]
         forms: dict[str, list[dict[str, Any]]] = {
             "messages": [{"messages": turns} for turns in rows],
@@ -121,6 +147,14 @@ def _write_rows(folder: Path, inputs: Any, tokenizer: Any) -> None:
             "promptCompletion": [
                 {"prompt": turns[-2]["content"], "completion": turns[-1]["content"]} for turns in rows
             ],
+            "questions": [
+                {"question": turns[-2]["content"], "reply": turns[-1]["content"], "persona": "Be brief." * (at % 2)}
+                for at, turns in enumerate(rows)
+            ],
+            "dialogs": [{"dialog": _as_share_gpt(turns)} for turns in rows],
+            "history": [_with_history(turns) for turns in rows],
+            "continued": [_continued(turns, 1 + at % 2) for at, turns in enumerate(rows)],
+            "flagged": [{"messages": _flagged(turns, at)} for at, turns in enumerate(rows)],
             "text": [{"text": text} for text in texts],
             "pretokenized": [_tokens(text, tokenizer) for text in texts],
         }
@@ -135,6 +169,27 @@ def _with_tickets(turns: list[dict[str, str]]) -> list[dict[str, str]]:
 def _as_share_gpt(turns: list[dict[str, str]]) -> list[dict[str, str]]:
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     return [{"from": names[turn["role"]], "value": turn["content"]} for turn in turns]
+
+
+def _with_history(turns: list[dict[str, str]]) -> dict[str, Any]:
+    said = [turn["content"] for turn in turns if turn["role"] != "system"]
+    pairs = [[said[at], said[at + 1]] for at in range(0, len(said), 2)]
+    system = {"system": turns[0]["content"]} if turns[0]["role"] == "system" else {}
+    return {"instruction": pairs[-1][0], "output": pairs[-1][1], "history": pairs[:-1], **system}
+
+
+def _continued(turns: list[dict[str, str]], answers: int) -> dict[str, Any]:
+    """With so many ``answers`` in the completion, where there are as many."""
+    begin = max(len(turns) - 2 * answers + 1, 1 + (turns[0]["role"] == "system"))
+    return {"prompt": turns[:begin], "completion": turns[begin:]}
+
+
+def _flagged(turns: list[dict[str, str]], at: int) -> list[dict[str, Any]]:
+    """Whatever a run asks for, every second row has earlier answers trained, and every fifth its last one not."""
+    if at % 5 == 0:
+        return [*turns[:-1], {**turns[-1], "weight": 0}]
+    answers = [turn for turn in range(len(turns) - 1) if turns[turn]["role"] == "assistant"][at % 2 :]
+    return [{**turn, "train": True} if number in answers else turn for number, turn in enumerate(turns)]
 
 
 def _tokens(text: str, tokenizer: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,19 @@ def _round(model: Any) -> None:
 
 
 @torch.no_grad()
-def mean_loss(model: Any, sets: Iterable[Any]) -> float:
-    """Over all trained tokens of all ``sets``, one row at a time."""
+def mean_losses(model: Any, sets: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+    """Over all trained tokens of all ``sets``, and of each by its name; one row at a time."""
     model.eval()
-    total, trained = 0.0, 0
-    for one in sets:
+    totals, trained = dict.fromkeys(sets, 0.0), dict.fromkeys(sets, 0)
+    for name, one in sets.items():
         for row in range(len(one.lengths)):
             ids, mask = one.example(row)
             tokens = torch.tensor(ids.tolist())
             labels = torch.where(torch.tensor(mask.tolist()) == 1, tokens, -100)
             logits = model(input_ids=tokens[None]).logits[0].float()
-            total += cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
-            trained += int(mask[1:].sum())
-    return total / trained
+            totals[name] += cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum").item()
+            trained[name] += int(mask[1:].sum())
+    return sum(totals.values()) / sum(trained.values()), {name: totals[name] / trained[name] for name in sets}
 
 
 def first_steps(config: TrainerConfig, prepared: Prepared, values: Mapping[str, str]) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from tests.integration.checkpoint.ranks import CONTEXT
 from tests.parity.runs import step_records, worker_environment
 
 _PATIENCE_SECONDS = 900.0
+"""In which a run gets further, however slow the machine is."""
+_PEERS_SECONDS = 60.0
+"""In which others end once one has."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Run:
         ]
         for worker in workers:
             worker.start()
-        codes = _wait(workers)
+        codes = _wait(workers, self.folder)
         errors = [_error(self.folder / "run", rank) for rank in range(processes)]
         # That of who failed first says why: others lose their peer.
         failed = min((error for error in errors if error), key=lambda error: error.failure == "PeerLost", default=None)
@@ -162,17 +166,16 @@ def _work(environment: Mapping[str, str], log: Path, disturbance: Disturbance | 
     os._exit(code)
 
 
-def _wait(workers: list[Any]) -> list[int]:
-    """Exit codes. As with a supervisor, one that fails takes the others with it."""
-    end = time.monotonic() + _PATIENCE_SECONDS
+def _wait(workers: list[Any], folder: Path) -> list[int]:
+    """Exit codes. As with a supervisor, one that fails takes the others with it, and so does a run that hangs."""
     try:
         while any(worker.is_alive() for worker in workers):
-            assert time.monotonic() < end, "the workers did not end"
+            assert time.time() - _told(folder) < _PATIENCE_SECONDS, "the workers neither ended nor got any further"
             for worker in workers:
-                worker.join(0.05)
+                worker.join(0.5)
             if any(worker.exitcode for worker in workers):
                 for worker in workers:
-                    worker.join(10)
+                    worker.join(_PEERS_SECONDS)
                 break
     finally:
         for worker in workers:
@@ -180,6 +183,15 @@ def _wait(workers: list[Any]) -> list[int]:
                 worker.kill()
                 worker.join()
     return [worker.exitcode for worker in workers]
+
+
+def _told(folder: Path) -> float:
+    """When the workers of a run in ``folder`` said last what they do."""
+    times = [(folder / "config.json").stat().st_mtime]
+    for path in (folder / "run").rglob("*"):
+        with suppress(FileNotFoundError):  # what is being removed, or renamed
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _error(run_dir: Path, rank: int) -> WorkerError | None:

@@ -9,26 +9,29 @@ import re
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from sft_api.failures import ExitCode
 from sft_api.trainer_config import TrainerConfig
 from sft_api.v1alpha1 import HELD_OUT
-from sft_trainer.data.tokenized import TokenizedSource
 from sft_trainer.preparation import prepare
 from sft_trainer.prepared import Prepared
 from sft_trainer.reporting import Reporter
 
 from .inputs import IN_BF16
-from .plain import exported_model, first_steps, mean_loss
+from .plain import exported_model, first_steps, mean_losses
+from .rows import Example, examples, tokenizer_of
 from .starts import Disturbance, Ended, Run
 
 _REFUSALS = (ExitCode.CONFIG_ERROR, ExitCode.DATA_ERROR, ExitCode.MODEL_ERROR)
+_UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _ROUNDING = re.compile("bf16|8 bits|4 bits|muon|dropout|noise")
 
 
@@ -72,11 +75,19 @@ class Trial:
         self._whole = self._first.numbers()
         self._steps = {step: record for step, record in self._whole.items() if step}
         self._prepared = self._prepare(self._first.config())
+        self._rows()
         self._counts()
         self._evaluates_what_it_exports()
         self._first_losses()
         if len(self._steps) > 1:
-            self._random.choice([self._disturbed, self._by_others])()
+            ways = [
+                self._disturbed,
+                self._by_others,
+                self._continued,
+                self._begun_with_weights,
+                self._begun_with_export,
+            ]
+            self._random.choice(ways)()
 
     def _run_of(self, name: str) -> Run:
         return Run(name, self._job, self._folder / name, self._cache)
@@ -89,18 +100,30 @@ class Trial:
         elif ended.step:
             self._breach(f"refused after step {ended.step}: {ended.message}")
 
+    def _rows(self) -> None:
+        """What is read and trained is what is documented, by the tokenizer of the model and that of the export."""
+        self._ask["rows"] += 1
+        prepared, spec = self._prepared, self._job["spec"]
+        exported = AutoTokenizer.from_pretrained(self._first.store / "export")
+        held_out = prepared.eval[HELD_OUT].sources if "heldOut" in spec["data"] else ()
+        pairs = [("trained or held out", spec["data"]["train"], [*prepared.train, *held_out])]
+        for source in spec["data"].get("eval", []):
+            pairs.append((f"in {source['name']}", [source], [prepared.eval[source["name"]]]))
+        for whose, tokenizer in (("the model", tokenizer_of(spec)), ("the export", exported)):
+            for where, sources, ours in pairs:
+                wanted = sum((examples(spec, source, tokenizer) for source in sources), Counter[Example]())
+                found = Counter(_examples(ours))
+                if wanted != found:
+                    lacking, more = next(iter(wanted - found), None), next(iter(found - wanted), None)
+                    self._breach(
+                        f"by the tokenizer of {whose} {wanted.total()} examples are {where}, and {found.total()} are: "
+                        f"{lacking} is lacking, {more} is there"
+                    )
+
     def _counts(self) -> None:
-        """Which rows are trained, and how often."""
+        """How often rows are trained."""
         self._ask["counts"] += 1
         prepared, spec = self._prepared, self._job["spec"]
-        if "heldOut" in spec["data"]:
-            whole = Counter(_examples([*prepared.train, *prepared.eval[HELD_OUT].sources]))
-            data = {key: value for key, value in spec["data"].items() if key != "heldOut"}
-            every = Counter(
-                _examples(self._prepare(_without_evaluation(self._first.config(), {**data, "eval": []})).train)
-            )
-            if whole != every:
-                self._breach(f"of {every.total()} rows {whole.total()} are trained or held out")
         records = list(self._steps.values())
         weighted = any("weight" in source for source in spec["data"]["train"])
         passes = spec["training"].get("epochs")
@@ -129,14 +152,18 @@ class Trial:
         self._ask["export"] += 1
         exported = self._first.progress().export
         assert exported is not None
-        told = self._whole[exported.step].get("evalLoss")
-        if told is None:
+        record = self._whole[exported.step]
+        if record.get("evalLoss") is None:
             self._breach(f"step {exported.step} was exported, and not evaluated")
             return
         model = exported_model(self._first.config(), self._first.store / "export")
-        loss = mean_loss(model, self._prepared.eval.values())
-        if not math.isclose(loss, told, rel_tol=self._limit(1e-5, export=True)):
-            self._breach(f"the export of step {exported.step} has the evaluation loss {loss}, the run told {told}")
+        loss, losses = mean_losses(model, self._prepared.eval)
+        for name, one, told in (
+            ("all", loss, record["evalLoss"]),
+            *((name, losses[name], record["evalLosses"].get(name)) for name in losses),
+        ):
+            if told is None or not math.isclose(one, told, rel_tol=self._limit(1e-5, export=True)):
+                self._breach(f"the export of step {exported.step} has the loss {one} of {name}, the run told {told}")
 
     def _first_losses(self) -> None:
         """A plain loop has the same ones."""
@@ -179,16 +206,26 @@ class Trial:
             if one != other:
                 self._breach(f"{how}, step {number} is {other} in place of {one}")
                 break
+        self._exports_alike(run, how)
+
+    def _exports_alike(self, run: Run, how: str) -> None:
         one, other = self._first.weights(), run.weights()
         # Which checkpoints are exported on the way is a matter of time: those that wait are four.
         alike = {name for name in {*one, *other} if (name in one and name in other) or "/" not in name}
         if different := sorted(name for name in alike if one.get(name) != other.get(name)):
             self._breach(f"{how}, it exported other {', '.join(different)}")
 
-    def _goes_on(self, run: Run, disturbance: Disturbance, how: str, **changed: Any) -> bool:
-        """Begin ``run``, whose sections are ``changed``, and go on with it as it is asked for; whether it is done."""
+    def _goes_on(
+        self,
+        run: Run,
+        disturbance: Disturbance,
+        how: str,
+        begins: Mapping[str, Any] = _UNCHANGED,
+        then: Mapping[str, Any] = _UNCHANGED,
+    ) -> bool:
+        """Begin ``run`` with the sections ``begins``, and go on with those of ``then``; whether it is done."""
         code = -signal.SIGKILL if disturbance.kill else ExitCode.INTERRUPTED
-        for ended, wanted in ((run.start(disturbance, **changed), code), (run.start(), 0)):
+        for ended, wanted in ((run.start(disturbance, **begins), code), (run.start(**then), 0)):
             if ended.code != wanted:
                 self._breach(f"{how}, it ended with {ended.code}: {ended.message} {ended.log}")
                 return False
@@ -206,7 +243,7 @@ class Trial:
         run, last = self._run_of("others"), max(self._steps)
         disturbance = Disturbance(self._random.randrange(1, last), kill=False)
         how = f"begun by {others} processes, and {disturbance} of {last}"
-        if not self._goes_on(run, disturbance, how, **changed):
+        if not self._goes_on(run, disturbance, how, changed):
             return
         numbers = run.numbers()
         exact = self._limit(1e-4)
@@ -230,6 +267,88 @@ class Trial:
                     self._breach(f"{how}, {name} of step {number} is {two} in place of {one}")
                     return
 
+    def _continued(self) -> None:
+        """By another run, from a checkpoint of one that was stopped: the same steps to the last bit."""
+        origin, last = self._run_of("origin"), max(self._steps)
+        if last < 3:
+            self._disturbed()
+            return
+        self._ask["continued"] += 1
+        ended = origin.start(Disturbance(self._random.randrange(1, last - 1), kill=False))
+        latest = origin.progress().checkpoints.latest
+        if ended.code != ExitCode.INTERRUPTED or latest is None:
+            self._breach(f"stopped for another run, it ended with {ended.code}: {ended.message} {ended.log}")
+            return
+        step = latest.step  # processes agree on a stop in the next step
+        how = f"begun from another run's step {step} of {last}"
+        begins, run = self._from(origin, "everything"), self._run_of("continued")
+        if step + 1 < last and self._random.random() < 0.5:
+            disturbance = Disturbance(self._random.randrange(step + 1, last), kill=self._random.random() < 0.5)
+            how = f"{how}, and {disturbance}"
+            if not self._goes_on(run, disturbance, how, begins, begins):
+                return
+        elif (ended := run.start(**begins)).code:
+            self._breach(f"{how}, it ended with {ended.code}: {ended.message} {ended.log}")
+            return
+        numbers = run.numbers()
+        for number in range(step + 1, last + 1):
+            if numbers.get(number) != self._whole[number]:
+                self._breach(f"{how}, step {number} is {numbers.get(number)} in place of {self._whole[number]}")
+                return
+        # Which is its best one, and that its evaluations get worse, a run says by its own.
+        if not self._stopped_early() and self._values["export"] != "best":
+            self._exports_alike(run, how)
+
+    def _begun_with_weights(self) -> None:
+        """By another run, with the weights of this one: before its first step it has the loss of this one's last."""
+        if not self._prepared.eval:
+            self._continued()
+            return
+        self._ask["begun with weights"] += 1
+        self._begins_with(self._whole[max(self._whole)], 0.0, self._from(self._first, "weights"))
+
+    def _begun_with_export(self) -> None:
+        """By another run, whose model, or adapters, are the export of this one."""
+        spec, uri = self._job["spec"], f"file://{self._first.store}/export"
+        adapters = (self._first.store / "export" / "adapter_config.json").exists()
+        plain = self._values["trained"] in ("adapters", "adapters, B faster") and self._values["new tokens"] == "none"
+        if not self._prepared.eval or (adapters and not plain):
+            self._begun_with_weights()
+            return
+        self._ask["begun with export"] += 1
+        if adapters:
+            changed = {"lora": {**spec["lora"], "adapterUri": uri}}
+        else:
+            export = {name: value for name, value in spec.get("export", {}).items() if name != "mergeAdapter"}
+            changed = {"model": {**spec["model"], "uri": uri}, "lora": None, "export": export}
+        exported = self._first.progress().export
+        assert exported is not None
+        self._begins_with(self._whole[exported.step], self._limit(1e-5, export=True), changed)
+
+    def _begins_with(self, told: Mapping[str, Any], limit: float, changed: Mapping[str, Any]) -> None:
+        """A run with ``changed`` sections, and its evaluation before the first step, which is ``told`` already."""
+        evaluation = self._job["spec"]["training"].get("evaluation", {})
+        training = {**self._job["spec"]["training"], "evaluation": {**evaluation, "beforeTraining": True}}
+        run, how = self._run_of("begun"), f"begun with {', '.join(changed)} of another run"
+        ended = run.start(Disturbance(1, kill=False), training=training, **changed)
+        if ended.code not in (0, ExitCode.INTERRUPTED):  # it may stop early
+            self._breach(f"{how}, it ended with {ended.code}: {ended.message} {ended.log}")
+            return
+        first = run.numbers()[0]
+        losses = {"all": first["evalLoss"], **first["evalLosses"]}
+        for name, one in {"all": told["evalLoss"], **told["evalLosses"]}.items():
+            if not math.isclose(losses[name], one, rel_tol=limit):
+                self._breach(f"{how}, it begins with the loss {losses[name]} of {name} in place of {one}")
+
+    def _from(self, origin: Run, what: str) -> dict[str, Any]:
+        """Sections of a run that begins with ``what`` of ``origin``."""
+        spec = self._job["spec"]
+        resume = {"from": {"uri": f"file://{origin.store}", "what": what}}
+        changed = {"checkpoint": {**spec.get("checkpoint", {}), "resume": resume}}
+        if "adapterUri" in spec.get("lora", {}):  # both say from which adapters training starts
+            changed["lora"] = {name: value for name, value in spec["lora"].items() if name != "adapterUri"}
+        return changed
+
     def _prepare(self, config: TrainerConfig) -> Prepared:
         os.environ["SFT_CACHE_DIR"] = str(self._cache)
         return prepare(config, Reporter(self._folder / "prepared", writes=False), torch.device("cpu"))
@@ -239,19 +358,8 @@ class Trial:
         return "dropout" in self._values["trained"] or self._values["config"] == "attention dropout"
 
 
-def _without_evaluation(config: TrainerConfig, data: Mapping[str, Any]) -> TrainerConfig:
-    """``config`` with other ``data``, of which none is evaluated on."""
-    spec = config.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    spec["training"].pop("evaluation")
-    spec["checkpoint"]["keep"].pop("best")
-    spec["export"]["checkpoint"] = "last"
-    spec["data"] = data
-    changed = type(config.spec).model_validate(spec, by_alias=True, by_name=False)
-    return config.model_copy(update={"spec": changed})
-
-
-def _examples(sources: Sequence[TokenizedSource]) -> Iterator[tuple[bytes, bytes]]:
+def _examples(sources: Iterable[Any]) -> Iterator[Example]:
     for source in sources:
         for row in range(len(source.lengths)):
             ids, mask = source.example(row)
-            yield ids.tobytes(), mask.tobytes()
+            yield (*ids.tolist(),), (*mask.tolist(),)
