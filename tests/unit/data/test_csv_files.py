@@ -77,6 +77,7 @@ def test_a_table_beside_other_data_is_left_out_and_told(tmp_path: Path) -> None:
         (b"a\n\xe9\n", "is not UTF-8 (byte 0xe9 behind line"),
         ("a\n1\n".encode("utf-16"), "is written in UTF-16: save it as UTF-8"),
         ("a,b\n1,2\n", "columns a, b match no known format"),
+        ("question;answer\n1;2\n", "text (text); between the names stands ';': a .csv has commas there and between"),
     ],
 )
 def test_what_is_no_table_is_refused_before_a_run(

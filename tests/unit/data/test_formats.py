@@ -86,6 +86,7 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
             "; if column 'dialogue' holds turns with role and content, set messagesKey: dialogue; with from and value, "
             "also format: shareGPT",
         ),
+        (["Question", "RESPONSE"], "; if they are text, set columns: {instruction: Question, output: RESPONSE}"),
         (["body"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
         (["data"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
     ],

@@ -373,6 +373,19 @@ TURNS = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "
         ),
         ({"instruction": "q", "output": "a", "audios": ["a.mp3"]}, "its rows have audios, which are not read"),
         ({**TURNS, "images": [], "image": None}, None),
+        (
+            {"messages": [*TURNS["prompt"], *TURNS["completion"]], "system_prompt": "", "functions": [{"name": "f"}]},
+            "its rows have system_prompt and functions, which the model does not read; set format: messages if that is "
+            "meant, else set systemKey: system_prompt and toolsKey: functions",
+        ),
+        (
+            {"instruction": "q", "context": "c", "output": "a"},
+            "its rows have context, which the model does not read; set format: alpaca if that is meant, else set "
+            "input: context in columns",
+        ),
+        ({"instruction": "q", "input": "", "context": "c", "output": "a", "system": "s", "system_prompt": "t"}, None),
+        ({**TURNS, "system_message": "s"}, "else set systemKey: system_message"),
+        ({**TURNS, "context": "c"}, None),
         ({"text": "hello", "image": "a.jpg"}, None),
         ({"text": "hello", "label": True}, None),
         (

@@ -17,6 +17,7 @@ from sft_api.v1alpha1 import DataSource
 from sft_trainer.data.source_rows import SourceRows, bytes_below, open_path
 from sft_trainer.data.text_rows import open_lines
 from sft_trainer.errors import DataError
+from tests.git_lfs import GIT_LFS_POINTER
 
 ROWS = [{"n": i, "text": f"é{i}"} for i in range(10)]
 
@@ -525,4 +526,11 @@ def test_a_saved_data_set_with_a_file_of_no_known_kind_is_refused(tmp_path: Path
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.feather"}]}')
     (tmp_path / "data.feather").write_bytes(b"")
     with pytest.raises(DataError, match=r"data\.feather is of no known kind; known are \.jsonl"):
+        open_rows(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet", "rows.csv"])
+def test_what_git_lfs_has_not_brought_is_told_as_that(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(GIT_LFS_POINTER)
+    with pytest.raises(DataError, match=rf"{name} is a pointer of Git LFS and not the file itself: .* git lfs pull"):
         open_rows(tmp_path)

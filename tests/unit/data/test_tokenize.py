@@ -302,7 +302,11 @@ def test_no_rows_is_an_error(setting: Setting) -> None:
             [row("q", "a"), row("q", "a<|im_end|>")],
             "line 2: message 2 (assistant) contains the control token '<|im_end|>'",
         ),
-        ([row("q", "a"), {"prompt": "q"}], "line 2: format messages needs column messages, found prompt"),
+        (
+            [row("q", "a"), {"prompt": "q"}],
+            "line 2: format messages needs column messages, found prompt; where other rows of the source have it, "
+            "leave this one out, or put rows like it into a source of their own",
+        ),
     ],
 )
 def test_errors_say_where_and_what(setting: Setting, rows: list[dict[str, Any]], sentence: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from sft_trainer.data.tokenizer import Codec, load_tokenizer
 from sft_trainer.errors import ModelError
+from tests.git_lfs import GIT_LFS_POINTER
 from tests.parity.mask_tokenizers import chat_tokenizer
 
 
@@ -44,6 +45,13 @@ def test_missing_tokenizer_or_template(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match=r"has no chat template; set model.chatTemplate .*, or write the rows as text"):
         Codec.of(load_tokenizer(tmp_path)).template(None)
+
+
+def test_a_tokenizer_that_git_lfs_has_not_brought_is_told_as_that(tmp_path: Path) -> None:
+    chat_tokenizer("chatml").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(GIT_LFS_POINTER)
+    with pytest.raises(ModelError, match=r"no usable tokenizer: .*tokenizer\.json is a pointer of Git LFS and not the"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])

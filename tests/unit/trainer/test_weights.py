@@ -18,6 +18,7 @@ from sft_trainer.models.weights import unread_tensors, weights_layout
 from sft_trainer.names.rules import RULES
 from sft_trainer.preparation import prepare_model
 from sft_trainer.reporting import Reporter
+from tests.git_lfs import GIT_LFS_POINTER
 from tests.parity.runs import manifest, resolve
 from tests.tensors import gathered
 from tests.unit.trainer.test_models import build, save_mixture, save_model
@@ -84,6 +85,10 @@ def index_that_is_nested_too_deeply(folder: Path, tensors: dict[str, torch.Tenso
     (folder / INDEX).write_text("[" * 100_000 + "]" * 100_000)
 
 
+def pointer_of_git_lfs(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    (folder / "model.safetensors").write_text(GIT_LFS_POINTER)
+
+
 def quantised(folder: Path, tensors: dict[str, torch.Tensor], *, dtype: torch.dtype) -> None:
     small = {name: t.to(dtype) if t.ndim == 2 else t for name, t in tensors.items()}
     save_file(small, folder / "model.safetensors")
@@ -99,6 +104,7 @@ def one_tensor_short(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     [
         (truncated, r"model\.safetensors is not a whole safetensors file"),
         (truncated_shard, r"model-00002-of-00002\.safetensors is not a whole safetensors file"),
+        (pointer_of_git_lfs, r"model\.safetensors is a pointer of Git LFS .*: fetch that with git lfs pull"),
         (missing_shard, r"incomplete: .* lacks model-00002-of-00002\.safetensors"),
         (index_of_another_model, "does not hold tensor .* as the index says"),
         (index_of_files_elsewhere, r"names .*secret\.safetensors, which is not in the folder of the model"),

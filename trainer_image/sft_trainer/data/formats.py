@@ -79,6 +79,11 @@ class Columns:
             return self.messages
         return self.messages if self.messages in columns and _SHARED_TURNS not in columns else _SHARED_TURNS
 
+    def read_of(self, row_format: Format) -> dict[str, str]:
+        """The columns that are read of conversations in ``row_format``, by what formats call them."""
+        keys = {"messages": self.messages, "tools": self.tools, "system": self.system}
+        return keys | {name: self.of(name) for name in COLUMNS[row_format]}
+
     @property
     def named(self) -> dict[str, str]:
         """Those that were asked for by another name than the usual one, by the field of the manifest that says so."""
@@ -165,7 +170,8 @@ def check_columns(columns: Collection[str], row_format: Format, names: Columns) 
     if missing:
         raise DataError(
             f"format {row_format} needs column {', '.join(missing)}, found {', '.join(sorted(columns)) or '(none)'}; "
-            f"known formats are: {_FORMATS_KNOWN}"
+            "where other rows of the source have it, leave this one out, or put rows like it into a source of their "
+            "own (data.train is a list); where none has, correct format, or name their columns (columns, messagesKey)"
         )
 
 

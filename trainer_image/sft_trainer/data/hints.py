@@ -12,12 +12,20 @@ _TURNS_ELSEWHERE = ("conversation", "dialogue", "dialog", "chat", "turns")
 _QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "input")
 _ANSWERS = ("output", "completion", "response", "answer", "solution")
 _CONTEXTS = ("input", "context")
-_SYSTEMS = ("system", "system_prompt")
+_SYSTEMS = ("system", "system_prompt", "system_message")
 """What a column of turns, questions, answers and so on is called in other formats."""
+_CALLED_ELSEWHERE = {
+    "system": (_SYSTEMS[1:], "systemKey: {}"),
+    "tools": (("functions",), "toolsKey: {}"),
+    "input": (_CONTEXTS[1:], "input: {} in columns"),
+}
+"""What parts of a conversation are called in other formats, and what to set then."""
 
 
 def likely(columns: Collection[str], first: Mapping[str, Any] | None) -> str:
     """What to change in rows of ``columns``, which match no format; ``first`` is one of them where it is known."""
+    if len(columns) == 1 and (mark := next((mark for mark in ";\t|" if mark in next(iter(columns))), "")):
+        return f"; between the names stands {mark!r}: a .csv has commas there and between values, a .tsv has tabs"
     if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
         return f"; {_of_turns(turns, (first or {}).get(turns))}"
     if pair := question_and_answer(columns):
@@ -55,10 +63,24 @@ def beside_text(first: Mapping[str, Any], text: str) -> tuple[list[str], str] | 
     return ([*pair], _renamed(first.keys(), pair)) if pair else None
 
 
+def beside_turns(first: Mapping[str, Any], read: Mapping[str, str]) -> tuple[list[str], str] | None:
+    """Columns of ``first`` that are called like a part of a conversation and are not read, and what to set to do so.
+
+    ``read`` are the columns that are, by the names that formats have for them. None where there are none. They count
+    whatever they hold: where the first row has no system prompt others may have one.
+    """
+    found = {}
+    for part, (names, change) in _CALLED_ELSEWHERE.items():
+        if read.get(part) == part and part not in first:
+            found |= {name: change.format(name) for name in names if name in first and name not in read.values()}
+    return ([*found], f"set {' and '.join(found.values())}") if found else None
+
+
 def question_and_answer(columns: Collection[str]) -> tuple[str, str] | None:
     """Which of ``columns`` are called like a question, and like its answer."""
-    question = next((name for name in _QUESTIONS if name in columns), None)
-    answer = next((name for name in _ANSWERS if name in columns), None)
+    named = {name.lower(): name for name in columns}
+    question = next((named[name] for name in _QUESTIONS if name in named), None)
+    answer = next((named[name] for name in _ANSWERS if name in named), None)
     return (question, answer) if question is not None and answer is not None else None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sft_api.splits import Slice, parse_split
 from sft_trainer.errors import DataError
+from sft_trainer.git_lfs import pointer_problem
 
 from .csv_files import DELIMITERS, open_csv
 from .json_arrays import open_json
@@ -210,6 +211,8 @@ def open_file(path: Path) -> Reader:
     opener = _OPENERS.get(suffix_of(path))
     if opener is None:
         raise DataError(f"{path} is of no known kind; {_KNOWN}")
+    if problem := pointer_problem(path):
+        raise DataError(problem)
     try:
         return opener(path)
     except OSError as error:

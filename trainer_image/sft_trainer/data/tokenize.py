@@ -31,7 +31,7 @@ from sft_trainer.locks import locked
 from .examples import Settings, mark_row, to_examples
 from .formats import Columns, check_named, detect_format
 from .held_out import HeldOutRows, Part, Rows, all_rows
-from .hints import beside_text
+from .hints import beside_text, beside_turns
 from .readers import Row
 from .source_rows import SourceRows
 from .tokenized import ARRIVING, EXAMPLES_FILE, Chunk, Counts, LengthStatistics, TokenizationReport, TokenizedSource
@@ -155,10 +155,13 @@ def warnings_of(rows: SourceRows, source: "DataSource", settings: Settings, code
             f"{begin} have a label, true or false, which is not read: completions that it calls bad are trained as "
             f"well; {meant}, else leave those rows out"
         )
-    if settings.row_format not in ("text", "promptCompletion"):
-        return found
     # Looked at, and not read: what is wrong with the row is told where it is read, with its place.
-    is_text = settings.row_format == "text" or isinstance(first.get(settings.columns.of("prompt")), str)
+    is_text = settings.row_format == "text" or (
+        settings.row_format == "promptCompletion" and isinstance(first.get(settings.columns.of("prompt")), str)
+    )
+    if not is_text and (unread := beside_turns(first, settings.columns.read_of(settings.row_format))):
+        columns, change = unread
+        found.append(f"{begin} have {' and '.join(columns)}, which the model does not read; {meant}, else {change}")
     if codec.templates and is_text:
         found.append(
             f"{begin} are text, which the model reads as it stands, without its chat template; {meant}, else write "

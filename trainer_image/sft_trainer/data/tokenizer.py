@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sft_trainer.errors import ModelError
+from sft_trainer.git_lfs import pointer_problem
 from sft_trainer.names.tables import NONE_NEW
 
 from .added_tokens import add_tokens
@@ -51,6 +52,8 @@ def load_with_new_tokens(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # OSError, ValueError, KeyError … depending on which file is missing or odd
+        if problem := next(filter(None, map(pointer_problem, sorted(path.glob("token*")))), ""):
+            raise ModelError(f"no usable tokenizer: {problem}") from error
         reason = str(error).strip().split("\n")[0]
         raise ModelError(
             f"no usable tokenizer in {path}: {reason}; set model.tokenizerUri to a folder with tokenizer.json and "

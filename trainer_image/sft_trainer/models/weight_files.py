@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sft_trainer.errors import ModelError
+from sft_trainer.git_lfs import pointer_problem
 
 _ROWS = 1024
 """Of two weights that are compared, at a time."""
@@ -56,7 +57,8 @@ def opened(file: Path) -> Iterator[Any]:
     try:
         reader = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is not a whole safetensors file ({error}): fetch the model again") from error
+        whole = f"{file} is not a whole safetensors file ({error}): fetch the model again"
+        raise ModelError(pointer_problem(file) or whole) from error
     with reader:
         yield reader
 
