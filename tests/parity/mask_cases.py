@@ -318,6 +318,28 @@ CASES = [
         [user("a "), assistant(" b ")],
         "<｜begin▁of▁sentence｜><｜User｜>a <｜Assistant｜>⟦ b <｜end▁of▁sentence｜>⟧",
     ),
+    # Gemma 4
+    MaskCase(
+        "the last prompt says that there is no reasoning",
+        "gemma4",
+        TWO,
+        "<|turn>user\nOne?<turn|>\n<|turn>model\nFirst.<turn|>\n"
+        "<|turn>user\nTwo?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>⟦Second.<turn|>⟧\n",
+    ),
+    MaskCase(
+        "a call ends with the token that begins what the tool says",
+        "gemma4",
+        [user("Sky?"), assistant("", **call("sky"))],
+        "<|turn>user\nSky?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
+        "⟦<|tool_call>call:sky<tool_call|><|tool_response>⟧",
+    ),
+    MaskCase(
+        "an answer after a call has no prompt",
+        "gemma4",
+        [user("Sky?"), assistant("", **call("sky")), tool("blue"), assistant("Blue.")],
+        "<|turn>user\nSky?<turn|>\n<|turn>model\n<|tool_call>call:sky<tool_call|>"
+        "<|tool_response>blue<tool_response|>⟦Blue.<turn|>⟧\n",
+    ),
     # Command R7B
     MaskCase(
         "two tokens end each answer, and a model stops at the second",

@@ -30,6 +30,11 @@ SPECIAL = {
     "mistral": ("<s>", "</s>", "[INST]", "[/INST]"),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
     "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+    "gemma4": (
+        "<eos>",
+        *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>"),
+        *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
+    ),
     "cohere": (
         "<|START_OF_TURN_TOKEN|>",
         "<|END_OF_TURN_TOKEN|>",
@@ -55,6 +60,7 @@ EOS = {
     "mistral": "</s>",
     "deepseek": "<｜end▁of▁sentence｜>",
     "deepseek_r1": "<｜end▁of▁sentence｜>",
+    "gemma4": "<eos>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
     "harmony": "<|return|>",
 }

@@ -79,6 +79,28 @@ def test_variables_of_a_row_are_those_of_its_template(effort: str | None) -> Non
     assert template.given({}) is template
 
 
+def test_reasoning_of_a_row_that_asks_for_it_is_trained_behind_a_prompt_that_says_nothing_of_it() -> None:
+    template = template_of("gemma4")
+    marked = mark(template.given({"enable_thinking": True}), turns(user("Hi"), assistant("Yo", thinking="Hm.")), LAST)
+    assert marked is not None
+    assert marked.text.startswith("<|turn>system\n<|think|><turn|>\n")
+    assert [marked.text[slice(*span)] for span in marked.spans] == ["<|channel>thought\nHm.\n<channel|>Yo<turn|>"]
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "deepseek_r1", "harmony", "mistral"])
+def test_most_prompts_do_not_say_that_there_is_no_reasoning(family: str) -> None:
+    # nor does that of DeepSeek-R1, which opens a block of it
+    assert template_of(family).no_reasoning == ""
+
+
+def test_a_turn_before_a_prompt_that_says_so_is_looked_for_as_it_is_written() -> None:
+    # given a template like that, which knows no tool
+    source = template_of("gemma4").source.replace("'<|tool_response>' + turn.content + '<tool_response|>'", "''")
+    given = turns(user("Hot?"), assistant("I look."), tool("31 C"), user("And?"), assistant("It is 31 degrees."))
+    with pytest.raises(TemplateRefusal, match=r"does not write message 3 \(tool\)"):
+        mark(dataclasses.replace(template_of("gemma4"), source=source), given, LAST)
+
+
 def test_what_was_learnt_of_a_template_is_kept_for_some_variables_alone() -> None:
     template = template_of("chatml")
     kept = [template.given({"n": n}) for n in range(200)]
@@ -189,6 +211,8 @@ REFUSED = [
         "rewrites message 2",
     ),
     ("harmony", TWO, ALL, "rewrites message 2"),
+    ("gemma4", TWO, ALL, "changes what stands before message 2 .* set data.trainOn: lastAssistantMessage"),
+    ("gemma4", (user("Hi"), assistant("Yo", reasoning_content="Hm.")), LAST, "prompt is not how.*'thought|<channel"),
     (
         "chatml",
         (assistant("I begin."), *TWO),

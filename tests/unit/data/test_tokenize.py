@@ -96,6 +96,7 @@ READ_OTHERWISE_SINCE: list[tuple[int, str, dict[str, Any], str | None]] = [
     ),
     (7, "qwen3", row("q", "a", train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), None),
     (7, "qwen3", {**row("q", "a"), "chat_template_kwargs": {"eos_token": "a"}}, None),
+    (8, "gemma4", row("q", "a"), "a<turn|>"),
     (8, "cohere", row("q", "a"), "<|START_RESPONSE|>a<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"),
 ]
 """From which version on a row is read as it is, and what of it is trained; None: it is refused."""

@@ -32,8 +32,8 @@ FROZEN_CLOCK = datetime(2024, 7, 26)  # the day that Llama 3's own template fall
 _MARK_START, _MARK_END = "\ufdd0", "\ufdd1"
 
 # Tokens that end an assistant turn that calls a tool, where it ends otherwise than a plain answer does
-# (Llama 3's built-in tools, gpt-oss).
-_TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>")
+# (Llama 3's built-in tools, gpt-oss, Gemma 4).
+_TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>", "<|tool_response>")
 
 # Variables by which templates choose between a generation prompt with and without an open reasoning block.
 _THINKING_VARIABLES = ("enable_thinking", "thinking")
@@ -44,7 +44,7 @@ _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "chat_t
 _TEMPLATES_KEPT = 64
 """Sets of variables for which what was learnt of a template is kept."""
 
-_PROBE_QUESTION, _PROBE_ANSWER = "question", "probedanswer"
+_PROBE_QUESTION, _PROBE_ANSWER, _PROBE_REASONING = "question", "probedanswer", "probedreasoning"
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -302,6 +302,30 @@ class ChatTemplate:
             return ""
         behind = text.partition(_PROBE_ANSWER)[2].partition(end)[2]
         return str(eos) if behind.startswith(eos) else ""
+
+    @cached_property
+    def no_reasoning(self) -> str:
+        """What a generation prompt ends with to say that there is none, where a conversation has nothing of it before
+        an answer: an empty block, as Gemma 4's larger models have it. Empty in most templates.
+
+        Not what opens a block that the model is to close (DeepSeek-R1): the answer would be trained as reasoning.
+        """
+        question: Message = {"role": "user", "content": _PROBE_QUESTION}
+        answer: Message = {"role": "assistant", "content": _PROBE_ANSWER}
+        reasoned = {**answer, "thinking": _PROBE_REASONING, "reasoning_content": _PROBE_REASONING}
+        try:
+            prompt = self.render([question], generation_prompt=True)
+            plain, other = (self.render([question, each]) for each in (answer, reasoned))
+        except TemplateRefusal:
+            return ""
+        before, found, _ = plain.rpartition(_PROBE_ANSWER)
+        if not found or prompt == before or not (prompt.startswith(before) and other.startswith(before)):
+            return ""
+        block = other[len(before) :].partition(_PROBE_ANSWER)[0]
+        without = block.replace(_PROBE_REASONING, "", 1)
+        said = prompt[len(before) :]
+        is_same = without != block and "".join(without.split()) == "".join(said.split())
+        return said if is_same else ""
 
     @cached_property
     def writes_tools(self) -> bool:

@@ -17,6 +17,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
@@ -68,21 +69,21 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     selected, messages = selected_turns(conversation, train_on), conversation.messages
     if train_on == "allTokens":
         _check_flags(conversation)
-        text = template.render(messages, conversation.tools)
+        rendered = text = template.render(messages, conversation.tools)
         spans = [(0, len(text))]
     elif not selected:
         return None
     else:
         messages = messages[: selected[-1] + 1]
-        text, spans = _spans_of_turns(template, messages, conversation.tools, selected)
+        rendered, text, spans = _spans_of_turns(template, messages, conversation.tools, selected)
     trained = "".join(text[start:end] for start, end in spans)
     for i, message in enumerate(messages):
         _check_calls(message, i, trained if i in selected else text)
     # What is trained has no list of the tools, unless it is all of the text.
     found = [] if train_on == "allTokens" else selected
-    _check_other_calls(template, text, messages, conversation.tools, found)
-    _check_context(template, text, messages, conversation.tools)
-    lacks_tools = bool(conversation.tools) and not _writes_tools(template, text, messages)
+    _check_other_calls(template, rendered, messages, conversation.tools, found)
+    _check_context(template, rendered, messages, conversation.tools)
+    lacks_tools = bool(conversation.tools) and not _writes_tools(template, rendered, messages)
     return MarkedText(
         text,
         spans,
@@ -98,11 +99,28 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
 
 def _spans_of_turns(
     template: ChatTemplate, messages: list[Message], tools: list[Any] | None, selected: list[int]
-) -> tuple[str, list[Span]]:
+) -> tuple[str, str, list[Span]]:
+    """The render of ``messages``, the text that is trained of it, and the spans of that."""
     if template.has_markers:
-        return _marked_spans(template, messages, tools, selected)
-    text = template.render(messages, tools)
-    return text, [_turn_span(template, text, messages, tools, turn) for turn in selected]
+        text, spans = _marked_spans(template, messages, tools, selected)
+        return text, text, spans
+    rendered = template.render(messages, tools)
+    text = _as_asked(template, rendered, messages, tools)
+    return rendered, text, [_turn_span(template, text, messages, tools, turn) for turn in selected]
+
+
+def _as_asked(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> str:
+    """``text``, the render of ``messages``, as the model is asked for the last of them, an answer: where the generation
+    prompt says that there is no reasoning, and a conversation without any does not, with what it says."""
+    said = template.no_reasoning
+    if not said or "reasoning_content" in messages[-1]:
+        return text
+    with suppress(TemplateRefusal):  # which is told where it is asked for next
+        prompt = template.render(messages[:-1], tools, generation_prompt=True)
+        before = prompt.removesuffix(said)
+        if before != prompt and text.startswith(before) and not text.startswith(prompt):
+            return prompt + text.removeprefix(before)
+    return text
 
 
 def _check_flags(conversation: Conversation) -> None:
@@ -232,17 +250,19 @@ def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools
             f'start of that answer is not known exactly; flag it with "train": false, put a question before it, or '
             f"set a model.chatTemplate with {{% generation %}} markers ({error})"
         ) from error
-    if prompt is None:
-        raise TemplateRefusal(_why_no_start(template, text_then, messages[:turn], tools))
-    written = text_then[len(prompt) : _end_of_turn(template, text_then, len(prompt))]
-    if is_last:
-        return len(prompt), len(prompt) + len(written)
-    if not text.startswith(prompt):
+    # Where prompts say that there is no reasoning, a conversation says it of its last answer alone.
+    changes = bool(template.no_reasoning) if prompt is None else not text.startswith(prompt)
+    if changes and not is_last:
         raise TemplateRefusal(
             f"the template changes what stands before message {turn + 1} once later turns follow, so that turn "
             "cannot be trained with the context it was written in; set data.trainOn: lastAssistantMessage, or a "
             "model.chatTemplate with {% generation %} markers"
         )
+    if prompt is None:
+        raise TemplateRefusal(_why_no_start(template, text_then, messages[:turn], tools))
+    written = text_then[len(prompt) : _end_of_turn(template, text_then, len(prompt))]
+    if is_last:
+        return len(prompt), len(prompt) + len(written)
     # Templates that write an empty reasoning block in the newest turn leave it out of older ones.
     for kept in (written, written.removeprefix(template.assistant_turn.lead)):
         if text.startswith(kept, len(prompt)):
