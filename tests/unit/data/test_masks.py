@@ -304,14 +304,13 @@ def test_earlier_calls_are_not_found_in_the_list_of_tools(train_on: Any) -> None
     ("behind", "closing"),
     [
         ("{{ '<|stop|>' if m.role == 'assistant' }}{% endfor %}", "<|stop|>"),
+        ("{{ '\nEND<|stop|>\n' if m.role == 'assistant' }}{% endfor %}", "\nEND<|stop|>"),
         # As Phi-4's, of the last turn alone.
         ("{% endfor %}{{ '<|stop|>' if not add_generation_prompt }}", ""),
         ("{{ '\n' }}{% endfor %}", ""),
     ],
 )
-def test_the_token_that_closes_every_answer_is_trained_with_it(
-    marks: tuple[str, str], behind: str, closing: str
-) -> None:
+def test_what_closes_every_answer_is_trained_with_it(marks: tuple[str, str], behind: str, closing: str) -> None:
     begin, end = marks
     source = (
         "{% for m in messages %}[{% if m.role == 'user' %}{{ m.content }}{% else %}"
@@ -322,7 +321,7 @@ def test_the_token_that_closes_every_answer_is_trained_with_it(
     assert marked is not None
     trained = [marked.text[slice(*span)] for span in marked.spans]
     assert trained == [f"First.<|end|>{closing}", f"Second.<|end|>{closing}"]
-    assert template.assistant_turn.last == (closing or "<|end|>")
+    assert template.assistant_turn.last == ("<|stop|>" if closing else "<|end|>")
 
 
 OF_TWO_ROLES = (

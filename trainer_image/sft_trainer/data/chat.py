@@ -88,12 +88,9 @@ class AssistantTurn:
     tail: str
     """What follows the end-of-turn token."""
     closing: str = ""
-    """The token that each turn has right behind that, and at which a model stops; empty in most templates."""
-
-    @property
-    def last(self) -> str:
-        """The token with which the model ends a plain answer; empty where none is known."""
-        return self.closing or (self.ends[0] if self.ends else "")
+    """What each turn has behind that, up to the token at which a model stops; empty in most templates."""
+    last: str = ""
+    """The token with which the model ends a plain answer; empty where none is known."""
 
     @cached_property
     def end_pattern(self) -> re.Pattern[str]:
@@ -282,18 +279,20 @@ class ChatTemplate:
         eos = self.special_tokens.get("eos_token")
         ends = [match.group(), *([eos] if eos else []), *_TOOL_CALL_ENDS]
         known = {*self.added_tokens}
+        closing = self._closing(match.group(), after[match.end() :], tools) if eos in known else ""
         return AssistantTurn(
             lead=lead,
             ends=tuple(dict.fromkeys(token for token in ends if token in known)),
             tail=after[match.end() :],
-            closing=self._closing(match.group(), after[match.end() :], tools),
+            closing=closing,
+            last=str(eos) if closing else match.group(),
         )
 
     def _closing(self, end: str, tail: str, tools: list[Any] | None) -> str:
-        """``eos_token`` where every turn has it right behind its ``end``, as those of Cohere's newer models have; not
-        where the last one has it alone, before the ``tail``, as Phi-4's: there nothing is written behind the others."""
-        eos = self.special_tokens.get("eos_token")
-        if eos not in self.added_tokens or not tail.startswith(eos):
+        """What stands behind ``end`` up to ``eos_token`` in every turn, as in those of Cohere's newer models; empty
+        where the last turn alone has it in its ``tail``, as in Phi-4's: the model does not write it."""
+        before, eos, _ = tail.partition(self.special_tokens["eos_token"])
+        if not eos:
             return ""
         question = {"role": "user", "content": _PROBE_QUESTION}
         try:
@@ -301,7 +300,7 @@ class ChatTemplate:
         except TemplateRefusal:
             return ""
         behind = text.partition(_PROBE_ANSWER)[2].partition(end)[2]
-        return str(eos) if behind.startswith(eos) else ""
+        return before + eos if behind.startswith(before + eos) else ""
 
     @cached_property
     def no_reasoning(self) -> str:

@@ -10,7 +10,7 @@ the boundary, and rendering prefixes is wrong where templates rewrite history.) 
 
 A turn is refused when neither holds, and when the template rewrites it once later turns follow, because then the
 text that would be trained is not the text that the model writes. The end-of-turn token is always trained, and with it
-the one that closes every turn behind it, if any: without the token at which a model stops it never learns to.
+what closes every turn behind it, if anything does: without the token at which a model stops it never learns to.
 """
 
 import json
@@ -288,7 +288,7 @@ def _end_of_turn(template: ChatTemplate, text: str, start: int) -> int:
 
 
 def _behind_closing(template: ChatTemplate, text: str, end: int) -> int:
-    """``end``, of an end-of-turn token in ``text``; that of the token that closes every turn where it stands there."""
+    """``end``, of an end-of-turn token in ``text``; that of what closes every turn where it stands there."""
     closing = template.assistant_turn.closing
     return end + len(closing) if text.startswith(closing, end) else end
 
