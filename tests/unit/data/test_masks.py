@@ -212,7 +212,7 @@ REFUSED = [
     ),
     ("harmony", TWO, ALL, "rewrites message 2"),
     ("gemma4", TWO, ALL, "changes what stands before message 2 .* set data.trainOn: lastAssistantMessage"),
-    ("gemma4", (user("Hi"), assistant("Yo", reasoning_content="Hm.")), LAST, "prompt is not how.*'thought|<channel"),
+    ("gemma4", (user("Hi"), assistant("Yo", reasoning_content="Hm.")), LAST, "prompt is not how.*ask for reasoning"),
     (
         "chatml",
         (assistant("I begin."), *TWO),

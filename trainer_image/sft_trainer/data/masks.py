@@ -259,7 +259,10 @@ def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools
             "model.chatTemplate with {% generation %} markers"
         )
     if prompt is None:
-        raise TemplateRefusal(_why_no_start(template, text_then, messages[:turn], tools))
+        why = _why_no_start(template, text_then, messages[:turn], tools)
+        if template.no_reasoning and "reasoning_content" in messages[turn]:
+            why += ', or have the row ask for reasoning ("chat_template_kwargs": {"enable_thinking": true})'
+        raise TemplateRefusal(why)
     written = text_then[len(prompt) : _end_of_turn(template, text_then, len(prompt))]
     if is_last:
         return len(prompt), len(prompt) + len(written)
