@@ -19,9 +19,10 @@ MOST_PARTS = 10_000
 _PARTS_IN_FLIGHT = 4
 _MOST_VIEWS = 64
 """Of memory in a part that is sent without a copy."""
-_SENT_AT_ONCE = 512 * 2**10
+_SENT_AT_ONCE = 128 * 2**10
 """Bytes that are given to a socket at a time. Each such call has to end within the time-out for connecting, which
-urllib3 leaves in force while it sends: 8 MiB at once were never sent over a connection that takes less than 1 MB/s."""
+urllib3 leaves in force while it sends: 8 MiB at once were never sent over a connection that takes less than 1 MB/s. The
+processes of a group, which send over sixteen each, may share a line: of these a connection has to take 26 KB/s."""
 
 
 class Body(SizedReader):
