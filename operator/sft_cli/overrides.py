@@ -122,7 +122,8 @@ def _check(here: Any, part: int | str, override: Override, depth: int) -> None:
     """Raise unless ``here``, in which ``part`` ends the first ``depth`` parts of the path, can have such a part."""
     name = field_path(override.path[: depth - 1])
     if isinstance(part, str) and isinstance(here, list):
-        raise OverrideError(f"{override}: {name} is a list: say which item, as {name}[0].{part}")
+        item = f"{name}[{part}]" if part.isdecimal() else f"{name}[0].{part}"
+        raise OverrideError(f"{override}: {name} is a list: say which item, as {item}")
     if not isinstance(here, dict if isinstance(part, str) else list):
         kind = "a map" if isinstance(here, dict) else json.dumps(here)
         raise OverrideError(

@@ -40,6 +40,8 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
         choices = [str(choice) for choice in schema_at(root, location)["enum"]]
         if _is_in_8_bits(value) and "int8" not in choices:
             return _did_you_mean(_MOMENTS_IN_8_BITS)
+        if isinstance(value, bool):  # none and false are one word to many, and on is what they know best
+            return _did_you_mean(next((choice for choice in choices if choice in _OF_BOOL[value]), None))
         known = "int8" if _is_in_8_bits(value) else _OTHER_VALUES.get(bare(str(value)))
         return _did_you_mean(known if known in choices else closest(str(value), choices))
     if kind == "list_type":
@@ -47,9 +49,10 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
     if kind in ("model_type", "model_attributes_type") and isinstance(value, str):
         if (meant := _optimizer_meant(value)) is not None:
             return _did_you_mean(meant)
-        schema = schema_at(root, location)
-        named = [name for name in ("uri", "repository") if name in schema.get("properties", {})]
-        return f"; write {{{named[0]}: {json.dumps(value)}}}" if named else ""
+        return _as_map(value, schema_at(root, location).get("properties", {}), location)
+    if kind in ("model_type", "model_attributes_type") and isinstance(value, bool):
+        by_itself = "" if schema_at(root, location).get("required") else "; write {} for its defaults"
+        return by_itself if value else "; leave it out"
     return ""
 
 
@@ -89,10 +92,25 @@ def _as_list(value: Any, items: Schema) -> str:
     return ""
 
 
+def _as_map(value: str, fields: dict[str, Schema], location: tuple[int | str, ...]) -> str:
+    """What to write where one of ``fields`` is what ``value`` is about, or is called so; else nothing."""
+    if value in fields:
+        return f"; write {{{value}: {{}}}}"
+    if named := next((name for name in ("uri", "repository") if name in fields), None):
+        return f"; write {{{named}: {json.dumps(value)}}}"
+    if location and str(location[-1]).endswith("SecretRef") and "name" in fields:
+        return f"; write {{name: {json.dumps(value)}}}"
+    kind = closest(value, fields.get("type", {}).get("enum", ()))
+    return f"; write {{type: {kind}}}" if kind else ""
+
+
 def _did_you_mean(*names: str | None) -> str:
     meant = " or ".join(filter(None, names))
     return f"; did you mean {meant}?" if meant else ""
 
+
+_OF_BOOL = {True: ("ffd", "full"), False: ("none",)}
+"""What is meant by true and false where a word has to be chosen."""
 
 _OTHER_VALUES = {
     "8bit": "int8",
@@ -291,9 +309,48 @@ _OTHER_NAMES = {
     "quantizebase": _PACKED,
     "bnb4bitcomputedtype": "training.precision",
     "loadin8bit": "lora.basePrecision",
+    **dict.fromkeys(("paddingfree", "neatpacking", "packed"), "data.packing"),
+    "excesslengthstrategy": "data.overlong",
+    **dict.fromkeys(("shuffle", "shuffletraindata"), "data.sampler"),
+    **dict.fromkeys(("numproc", "datasetnumproc", "preprocessingnumworkers", "datasetprocesses"), "data.workers"),
+    **dict.fromkeys(("evaldataset", "evaldatasets", "datasetval", "testdatasets", "validation"), "data.eval"),
+    "datasettextfield": "data.train[].columns",
+    **dict.fromkeys(("interleaveprobs", "mixstrategy"), "data.train[].weight"),
+    "formatting": "data.train[].format",
+    **dict.fromkeys(("template", "chattemplatepath", "chattemplatejinja"), "model.chatTemplate"),
+    "maxstepsperepoch": "training.steps",
+    "enableactivationcheckpointing": "training.activationCheckpointing",
+    **dict.fromkeys(("reportto", "wandb", "usewandb", "wandbproject", "mlflow"), "training.callbacks"),
+    "torchcompile": "training.compile",
+    "clipgradnorm": "training.optimizer.maxGradNorm",
+    "cosineminlrratio": "training.schedule.minRatio",
+    "numwarmupsteps": "training.schedule.warmupSteps",
+    "runvaleverynsteps": "training.evaluation.everySteps",
+    **dict.fromkeys(("unfrozenparameters", "freezetrainablelayers", "additionaltarget"), "training.trainableModules"),
+    **dict.fromkeys(("loraattnmodules", "applyloratomlp"), "lora.targetModules"),
+    **dict.fromkeys(("deepspeed", "deepspeedconfig", "zero", "zerostage", "fsdpconfig", "ddp"), "strategy.fsdp"),
+    "optimizerinbwd": "strategy.fsdp.cpuOffload",
+    "contextparallelsize": "strategy.fsdp.sequenceParallelDegree",
+    **dict.fromkeys(("dpshardsize", "dpreplicatesize"), "strategy.fsdp.shardDegree"),
+    **dict.fromkeys(("model.revision", "modelrevision"), "model.uri: hf://org/name@revision"),
+    "train.revision": "data.train[].uri: hf://org/name@revision",
+    "eval.revision": "data.eval[].uri: hf://org/name@revision",
+    "evaluation.strategy": "training.evaluation.everyEpochs",
+    "lora.adapter": "lora.adapterUri",
+    "s3.secret": "checkpoint.s3.credentialsSecretRef",
+    "export.merge": "export.mergeAdapter",
 }
 """What other tools call a field of ours, some with the value that is meant; behind a dot what means it in that block
 alone."""
+
+_NEEDLESS = {
+    **dict.fromkeys(("attnimplementation", "flashattention", "flashattn", "useflashattention"), "the kernel is chosen"),
+    **dict.fromkeys(("flashattention2", "useflashattention2", "sdpattention"), "the kernel is chosen"),
+    **dict.fromkeys(("useliger", "useligerkernel", "enableligerkernel"), "kernels are chosen"),
+    "loggingsteps": "every step is logged",
+    "trustremotecode": "no code of models is run",
+}
+"""What other tools have to be told, and why it is left out here."""
 
 _NAMES_HERE = {
     "path": ("uri",),
@@ -331,8 +388,11 @@ def meant_field(location: tuple[int | str, ...], root: Schema, value: Any = None
         return _did_you_mean(meant)
     *parents, last = location
     name = bare(str(last))
-    if (meant := _OTHER_NAMES.get(f"{''.join(map(str, parents[-1:]))}.{name}")) is not None:
+    block = next((part for part in reversed(parents) if isinstance(part, str)), "")
+    if (meant := _OTHER_NAMES.get(f"{block}.{name}")) is not None:
         return _did_you_mean(f"spec.{meant}")
+    if name in _NEEDLESS:
+        return f"; leave it out: {_NEEDLESS[name]}"
     beside = schema_at(root, tuple(parents)).get("properties", {})
     if here := [field for field in _NAMES_HERE.get(name, ()) if field in beside]:
         return _did_you_mean(*here)

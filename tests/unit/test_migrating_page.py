@@ -11,6 +11,7 @@ import pytest
 from sft_api.generate import ROOT
 from sft_api.plan import warmup_steps
 from sft_api.v1alpha1 import DataSpec, SFTJobSpec, TrainSource
+from sft_cli.problems import unknown_field
 from sft_trainer.data.batches import ExampleBatches
 from sft_trainer.data.stream import ExampleStream
 from sft_trainer.data.tokenizer import load_tokenizer
@@ -35,6 +36,34 @@ def spec(steps: int, **schedule: Any) -> SFTJobSpec:
         "training": {"steps": steps, "schedule": schedule},
     }
     return SFTJobSpec.model_validate(written)
+
+
+_NAME, _FIELD = re.compile(r"`(\w+)[^`]*`"), re.compile(r"`((?:model|data|lora|training|strategy|export)\.[\w.]+)")
+_OTHERWISE = """
+EarlyStoppingCallback PagedAdamW8bit adamw_bnb_8bit paged_adamw_8bit optimizers torch PeftModel BitsAndBytesConfig
+get_cosine_schedule_with_warmup chat_dataset sharegpt openai instruct_dataset text_completion_dataset column tokenizer
+checkpointer dataset_info llamafactory
+adapter dtype finetuning_type lora_target optim type field micro_batch_size gradient_accumulation_steps sample_packing
+r field_messages message_property_mappings
+"""
+"""What nobody would give as a field, what means another one by its value or in a row of its own, and what is known in
+its block alone."""
+
+
+def test_a_name_that_the_page_has_a_field_for_is_answered_with_that_field() -> None:
+    asked = 0
+    for line in PAGE.partition("## TRL")[2].partition("## What is not there")[0].splitlines():
+        theirs, _, ours = line.removeprefix("| ").partition(" | ")
+        blocks = tuple(_FIELD.findall(ours))
+        for name in {*_NAME.findall(theirs)}.difference(_OTHERWISE.split()) if blocks else ():
+            told = unknown_field(("spec", name))
+            fields = re.findall(r"spec\.([\w.\[\]]+)", told.partition("; ")[2])
+            assert any(f.startswith(blocks) or f in ours or f"`{f.split('.')[-1]}`" in ours for f in fields), (
+                line,
+                told,
+            )
+            asked += 1
+    assert asked > 60
 
 
 @pytest.fixture

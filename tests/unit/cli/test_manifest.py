@@ -326,6 +326,34 @@ SENTENCES = {
     "lora: {lora_r: 8}": "unknown field spec.lora.lora_r; did you mean spec.lora.rank?",
     "lora: {target_parameters: [experts]}": "unknown field spec.lora.target_parameters; did you mean "
     "spec.lora.targetModules?",
+    "training: {optimizer: adamw_torch}": 'spec.training.optimizer: must be a map of fields, got "adamw_torch"; write '
+    "{type: adamw}",
+    "training: {schedule: cosine_with_restarts}": "spec.training.schedule: must be a map of fields, got "
+    '"cosine_with_restarts"; write {type: cosineWithRestarts}',
+    "training: {optimizer: lion}": 'spec.training.optimizer: must be a map of fields, got "lion"',
+    "lora: true": "spec.lora: must be a map of fields, got true; write {} for its defaults",
+    "lora: false": "spec.lora: must be a map of fields, got false; leave it out",
+    "data: {train: [{uri: hf://org/rows}], heldOut: true}": "spec.data.heldOut: must be a map of fields, got true",
+    "strategy: fsdp": 'spec.strategy: must be a map of fields, got "fsdp"; write {fsdp: {}}',
+    "model: {uri: hf://org/name, tokenSecretRef: hub}": "spec.model.tokenSecretRef: must be a map of fields, got "
+    '"hub"; write {name: "hub"}',
+    "data: {train: [{uri: hf://org/rows}], packing: true}": "spec.data.packing: must be one of none, ffd, got true; "
+    "did you mean ffd?",
+    "data: {train: [{uri: hf://org/rows}], packing: off}": "spec.data.packing: must be one of none, ffd, got false; "
+    "did you mean none?",
+    "training: {activationCheckpointing: true}": "spec.training.activationCheckpointing: must be one of none, "
+    "selective, full, got true; did you mean full?",
+    "training: {precision: true}": "spec.training.precision: must be one of bf16, fp32, got true",
+    "model: {uri: hf://org/name, revision: main}": "unknown field spec.model.revision; did you mean spec.model.uri: "
+    "hf://org/name@revision?",
+    "data: {train: [{uri: hf://org/rows, revision: main}]}": "unknown field spec.data.train[0].revision; did you mean "
+    "spec.data.train[].uri: hf://org/name@revision?",
+    "export: {revision: v2}": "unknown field spec.export.revision; did you mean spec.export.hub.revision?",
+    "lora: {adapter: org/a}": "unknown field spec.lora.adapter; did you mean spec.lora.adapterUri?",
+    "model: {uri: hf://org/name, trust_remote_code: true}": "unknown field spec.model.trust_remote_code; leave it out: "
+    "no code of models is run",
+    "attn_implementation: flash_attention_2": "unknown field spec.attn_implementation; leave it out: the kernel is "
+    "chosen",
     "lora: {modules_to_save: [lm_head]}": "unknown field spec.lora.modules_to_save; did you mean "
     "spec.training.trainableModules?",
     "lora: {basePrecision: 4bit}": f'spec.lora.basePrecision: {_BASE_PRECISION}, got "4bit"; did you mean nf4?',

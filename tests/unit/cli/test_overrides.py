@@ -143,6 +143,10 @@ def test_what_an_alias_of_yaml_shares_is_set_in_one_place() -> None:
             "data.train.uri=hf://a/b",
             "--set data.train.uri: spec.data.train is a list: say which item, as spec.data.tra",
         ),
+        (
+            "data.train.0.uri=hf://org/rows",
+            "--set data.train.0.uri: spec.data.train is a list: say which item, as spec.data.train[0]",
+        ),
         ("compute[0]=1", "--set compute[0]: spec.compute is a map, and has no items"),
         ("model.uri.name=a", '--set model.uri.name: spec.model.uri is "hf://org/model", and has no fields'),
         ("training.epochs=2", "--set training.epochs: spec.training: give training.steps or training.epochs, not both"),
