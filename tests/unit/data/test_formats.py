@@ -122,7 +122,26 @@ def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: 
         ({"input": "Hi", "output": "Yo"}, "; if they are text, set columns: {instruction: input}"),
         ({"dialog": [{"from": "human", "value": "Hi"}]}, "; set format: shareGPT and messagesKey: dialog"),
         ({"id": 1, "spoken": [QUESTION, ANSWER]}, "; set messagesKey: spoken"),
-        ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]}, ", text (text)"),
+        *(
+            ({"rejected": row["chosen"], **row}, end)
+            for row, end in (
+                ({"chosen": [QUESTION, ANSWER]}, "; what was chosen is trained where you set messagesKey: chosen"),
+                (
+                    {"prompt": "Hi", "chosen": [QUESTION, ANSWER]},
+                    "; what was chosen is trained where you set messagesKey: chosen",
+                ),
+                (
+                    {"prompt": [QUESTION], "chosen": [ANSWER]},
+                    "; what was chosen is trained where you set columns: {completion: chosen}",
+                ),
+                (
+                    {"prompt": "Hi", "chosen": "Yo"},
+                    "; what was chosen is trained where you set columns: {instruction: prompt, output: chosen}",
+                ),
+                ({"prompt": "Hi", "chosen": [ANSWER]}, ", text (text)"),
+                ({"chosen": "Hi\n\nYo"}, ", text (text)"),
+            )
+        ),
         (
             {"question": "Hi", "answer": "Yo", "before": [QUESTION, ANSWER]},
             "; if they are text, set columns: {instruction: question, output: answer}",

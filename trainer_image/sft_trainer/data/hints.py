@@ -28,6 +28,8 @@ def likely(columns: Collection[str], first: Mapping[str, Any] | None) -> str:
         return f"; between the names stands {mark!r}: a .csv has commas there and between values, a .tsv has tabs"
     if turns := next((name for name in _TURNS_ELSEWHERE if name in columns), None):
         return f"; {_of_turns(turns, (first or {}).get(turns))}"
+    if change := _of_preferences(first or {}):
+        return f"; what was chosen is trained where you set {change}"
     if pair := question_and_answer(columns):
         return f"; if they are text, {_renamed(columns, pair)}"
     lists = {name: value for name, value in (first or {}).items() if _of_objects(value)}
@@ -92,6 +94,20 @@ def _renamed(columns: Collection[str], pair: tuple[str, str]) -> str:
     system = next((name for name in _SYSTEMS if name in columns), "system")
     also = f", and systemKey: {system}" if system != "system" else ""
     return f"set columns: {{{', '.join(renamed)}}}{also}"
+
+
+def _of_preferences(first: Mapping[str, Any]) -> str:
+    """What to set for rows with an answer that was chosen and one that was rejected; nothing where it is not clear."""
+    prompt, chosen = first.get("prompt"), first.get("chosen")
+    if "rejected" not in first:
+        return ""
+    if isinstance(prompt, str) and isinstance(chosen, str):
+        return "columns: {instruction: prompt, output: chosen}"
+    if not _of_objects(chosen):
+        return ""
+    if _of_objects(prompt):
+        return "columns: {completion: chosen}"
+    return _key("chosen", chosen[0]) if len(chosen) > 1 else ""
 
 
 def _of_turns(column: str, value: Any) -> str:
