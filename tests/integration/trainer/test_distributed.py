@@ -2,17 +2,22 @@
 
 import os
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch
 
 from sft_api.ports import free_port
+from sft_trainer import distributed
 from sft_trainer.distributed import Ranks, collective_timeout, device_for, join_group, summed
 from sft_trainer.errors import DeviceUnavailableError
+from tests.integration.checkpoint import ranks as processes
+from tests.waiting import PATIENCE_SECONDS
 
 
 def ranks(local_rank: int = 0, local_world_size: int = 1) -> Ranks:
@@ -84,14 +89,12 @@ def test_the_group_is_formed_once_all_have_met_and_that_is_said(monkeypatch: pyt
     assert happened == ["all have met", "said", "formed", "over"]
 
 
-_MEETS_AND_WAITS = """
-import sys, torch, torch.distributed as dist
-from sft_trainer import distributed
-distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"))
-dist.barrier()
-print("met", flush=True)
-sys.stdin.read()
-"""
+def met(environment: dict[str, str]) -> str:
+    """In a process of its own, which goes on to wait until its answer was taken."""
+    os.environ.update(environment)
+    join_group(Ranks.from_environment(), torch.device("cpu"))
+    torch.distributed.barrier()
+    return "met"
 
 
 @pytest.mark.parametrize(("nodes", "reached"), [(1, False), (2, True)])
@@ -100,7 +103,6 @@ def test_who_is_not_on_this_machine_reaches_the_rendezvous_only_where_others_are
 ) -> None:
     port = free_port()
     environment = {
-        **os.environ,
         "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": str(2 // nodes),
@@ -108,24 +110,25 @@ def test_who_is_not_on_this_machine_reaches_the_rendezvous_only_where_others_are
         "MASTER_PORT": str(port),
     }
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _MEETS_AND_WAITS],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        processes.start(met, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank % (2 // nodes))})
         for rank in range(2)
     ]
     try:
-        assert [process.stdout.readline() for process in both if process.stdout] == ["met\n", "met\n"]
+        for _, connection in both:
+            assert connection.poll(PATIENCE_SECONDS)
+            assert connection.recv() == (True, "met")
         with socket.socket() as stranger:
             # An address of this machine, as that of its network, but not the one by which its processes meet.
             assert (stranger.connect_ex(("127.0.0.2", port)) == 0) == reached
     finally:
-        for process in both:
-            process.kill()
-            process.communicate()
+        end(both)
+
+
+def end(started: list[tuple[BaseProcess, Connection]]) -> None:
+    for process, connection in started:
+        process.kill()
+        process.join()
+        connection.close()
 
 
 def test_a_collective_waits_longer_than_a_step_may_take() -> None:
@@ -136,50 +139,41 @@ def test_a_collective_waits_longer_than_a_step_may_take() -> None:
     assert waits == [1800, 1800, 7800, 86400]
 
 
-_WAITS_FOR_NOBODY = """
-import os, time
-from datetime import timedelta
-import torch, torch.distributed as dist
-from sft_trainer import distributed
-distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=1)
-distributed.join_group(distributed.Ranks.from_environment(), torch.device("cpu"), timeout=timedelta(seconds=1))
-if dist.get_rank() == 0:
-    for wait in (lambda: dist.distributed_c10d._get_default_store().get("what nobody sets"), dist.barrier):
+def waited(environment: dict[str, str]) -> list[str]:
+    """What the first process is told that waits for the other, which does nothing more."""
+    os.environ.update(environment)
+    distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=1)
+    join_group(Ranks.from_environment(), torch.device("cpu"), timeout=timedelta(seconds=1))
+    if torch.distributed.get_rank():
+        time.sleep(600)
+    told = []
+    store = torch.distributed.distributed_c10d._get_default_store()
+    for wait in (lambda: store.get("what nobody sets"), torch.distributed.barrier):
         try:
             wait()
         except RuntimeError as error:
-            print("gave up:", error, flush=True)
-    os._exit(0)
-time.sleep(600)
-"""
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_after_the_rendezvous_no_process_waits_for_a_day(address: str) -> None:
     # Given two that have met, of which one does nothing more
     environment = {
-        **os.environ,
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": address,
         "MASTER_PORT": str(free_port()),
     }
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WAITS_FOR_NOBODY],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    both = [processes.start(waited, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    _, first = both[0]
     try:
         # When the other waits for it in the store, and in a collective
-        said, _ = both[0].communicate(timeout=180)
+        assert first.poll(180)
+        fine, told = first.recv()
     finally:
-        for process in both:
-            process.kill()
-            process.wait()
+        end(both)
 
     # Then it gives up both times
-    assert said.count("gave up:") == 2, said
+    assert fine, told
+    assert len(told) == 2, told
