@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sft_trainer.models.flash_attention import _forward, _gradients
 from sft_trainer.versions import find_flash_attention_4
 assert find_flash_attention_4()
+import flash_attn.cute.interface
 made = dict(dtype=torch.bfloat16, device="cuda")
 for size, sharing, window, cap, sinks in json.loads(sys.argv[1]):
     if child := os.fork():
@@ -46,6 +47,7 @@ class Compiler:
         made.append(type(kernel).__name__)
         return made[-1]
 cutlass.cute.compile = Compiler()
+import flash_attn.cute.interface
 def attend(size, sharing, documents, longest, tokens, keys):
     shape = dict(dtype=torch.bfloat16, device="cuda")
     query = torch.empty(tokens, keys * sharing, size, **shape)
