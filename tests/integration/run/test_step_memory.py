@@ -102,12 +102,13 @@ def without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CausalLM, "to_empty", allocated)
 
 
-FEW_TIMES = 3
+FEW_TIMES = 2
 
 
 def first_rows(source: torch.Tensor, target: torch.Tensor, columns: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``some_rows`` up to the third time: nothing stays for the next, so these take as much as all."""
-    enough = FEW_TIMES * max(1, PACKED_AT_ONCE // columns)
+    """``some_rows`` up to the second time: nothing stays for the next, so these take as much as all."""
+    at_once = packed_rows._AT_ONCE.get(source.device.type, PACKED_AT_ONCE)
+    enough = FEW_TIMES * max(1, at_once // columns)
     return packed_rows.some_rows(source[:enough], target[:enough], columns)
 
 
