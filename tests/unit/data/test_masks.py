@@ -255,6 +255,20 @@ def test_calls_have_the_form_that_the_template_takes(arguments: Any, content: st
     assert [marked.text[start:end] for start, end in marked.spans] == ['function sky {"x": "ü"}<|end|>', "Blue.<|end|>"]
 
 
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_call_without_a_content_has_an_empty_one_where_the_template_wants_text(content: str | None) -> None:
+    # as that of Apertus, which also puts arguments together with other text
+    source = (
+        "{% for m in messages %}[{{ m.content if m.content is string else raise_exception('no content') }}"
+        "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}<|end|>"
+        "{% endfor %}{{ '[' if add_generation_prompt }}"
+    )
+    given = turns(user("Sky?"), assistant(content, **call("sky", x="ü")))
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, LAST)
+    assert marked is not None
+    assert [marked.text[slice(*span)] for span in marked.spans] == ['sky{"x": "ü"}<|end|>']
+
+
 @pytest.mark.parametrize(
     ("written", "trained"),
     [

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -23,6 +23,8 @@ import jinja2.parser
 from sft_trainer.versions import template_environment
 
 Message = dict[str, Any]
+Content = Literal["left out", "none", "empty"]
+"""What the content of a message is that has none."""
 Span = tuple[int, int]
 """Characters ``start`` to ``end`` (excluded) of a rendered conversation."""
 
@@ -230,14 +232,19 @@ class ChatTemplate:
         ]
 
     @cached_property
-    def _call_form(self) -> tuple[bool, bool]:
-        """Whether the arguments of a call are to be JSON in a string, and a content that is not there None.
+    def _call_form(self) -> tuple[bool, Content]:
+        """Whether the arguments of a call are to be JSON in a string, and what a content is to be that is not there.
 
-        DeepSeek's templates put arguments together with other text, and tell calls by a content that is none. What
-        others write as it is given would be what Python prints of an object, which is no JSON.
+        DeepSeek's templates put arguments together with other text, and tell calls by a content that is none; that of
+        Apertus wants a text. What others write as it is given would be what Python prints of an object, which is no
+        JSON.
         """
         calls: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
-        forms = [(as_text, with_none) for as_text in (False, True) for with_none in (False, True)]
+        forms: list[tuple[bool, Content]] = [
+            *((as_text, content) for as_text in (False, True) for content in ("left out", "none")),
+            # Last: some take an empty text for an answer, and write no call then.
+            *((as_text, "empty") for as_text in (False, True)),
+        ]
         taken = []
         for form in forms:
             messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(calls, *form)]
@@ -356,10 +363,14 @@ class ChatTemplate:
                 yield prompt
 
 
-def _call_written(message: Message, as_text: bool, with_none: bool) -> Message:
-    """``message``, which calls tools, with their arguments as text if asked for, and without a content or with None (of
-    an empty one, too: many data sets write that beside calls)."""
-    written = {**message, "content": message.get("content") or None} if with_none else message
+def _call_written(message: Message, as_text: bool, content: Content) -> Message:
+    """``message``, which calls tools, with their arguments as text if asked for. Where ``content`` is to be none an
+    empty one is, too: many data sets write that beside calls."""
+    written = message
+    if content == "none":
+        written = {**message, "content": message.get("content") or None}
+    elif content == "empty":
+        written = {"content": "", **message}
     if not as_text:
         return written
     return {**written, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
