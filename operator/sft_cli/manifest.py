@@ -234,7 +234,10 @@ def _documents(source: Path | str) -> Iterator[tuple[str, Any]]:
         raise ManifestError([f"{shown(source)}: {error.strerror or error}"]) from error
     except ForeignValueError as error:
         raise ManifestError([f"{shown(source)} cannot be sent to Kubernetes, which takes JSON: {error}"]) from error
-    except (UnicodeDecodeError, YamlError) as error:
+    except UnicodeDecodeError as error:  # PowerShell writes UTF-16
+        wrong = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
+        raise ManifestError([f"{shown(source)} is not a YAML file: it is not UTF-8 ({wrong}): save it so"]) from error
+    except YamlError as error:
         raise ManifestError([f"{shown(source)} is not a YAML file: {error}"]) from error
     yield from (("", item) for document in documents for item in _items(document))
 

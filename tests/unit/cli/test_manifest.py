@@ -97,7 +97,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
         load_manifest(tmp_path / "absent.yaml")
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ManifestError, match=r"binary\.yaml is not a YAML file: "):
+    with pytest.raises(ManifestError, match=r"binary\.yaml is .*: it is not UTF-8 \(byte 0xff at position 0\)"):
         load_manifest(binary)
 
 
