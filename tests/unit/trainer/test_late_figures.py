@@ -11,43 +11,33 @@ from typing import Any
 import pytest
 import torch
 
-from sft_api.checkpoints import CheckpointId
-from sft_api.v1alpha1.status import CheckpointsStatus
 from sft_trainer import trainer
-from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.data.batches import Step
 from sft_trainer.data.feed import Share
 from sft_trainer.dummy_run import NothingSaved
 from sft_trainer.errors import NonFiniteLossError, StopRequested
 from sft_trainer.events import Control, Listener, Request, StepDone
 from sft_trainer.late import LateFigures, Moment, steps_behind
-from sft_trainer.outage import Outage
 from sft_trainer.records import RecordsFile
 from sft_trainer.reporting import Reporter
 from sft_trainer.skipped import SkippedSteps
 from sft_trainer.topology import Topology
-from sft_trainer.trainer import Trainer
-from tests.parity.runs import manifest, resolve
+from tests.unit.trainer.stories import BareRun
 from tests.unit.trainer.test_run_story import step_done
 
 CPU = torch.device("cpu")
 NAN = math.nan
 
 
-class Story(Trainer):
+class Story(BareRun):
     """A run of ten steps, whose ``losses`` are 1 where not given; writes down what happens in which order.
 
     ``asked`` are steps that are computed while the group is asked to stop, ``timer`` those at which a save is due.
     """
 
     def __init__(self, folder: Path, losses: dict[int, float], *, asked: int = 0, timer: int = 0, **sections: Any):
-        sections = {"training": {"steps": 10}, **sections}
-        ranks = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
-        job = manifest(folder, folder / "store", **sections)
-        job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
-        super().__init__(resolve(job), ranks, folder)  # type: ignore[arg-type]
+        super().__init__(folder, 10, **sections)
         self.losses, self.asked, self.timer = losses, asked, timer
-        self.told: list[str] = []
         self.prepared = SimpleNamespace(total_steps=10, epoch_size=10, eval=["some"])  # type: ignore[assignment]
         self.strategy = SimpleNamespace(  # type: ignore[assignment]
             auxiliary=False,
@@ -58,21 +48,6 @@ class Story(Trainer):
             apply=self._apply,
         )
         self._flops = SimpleNamespace(training=lambda _: 0.0, share_of_peak=lambda *_: None)  # type: ignore[assignment]
-        self.saving = SimpleNamespace(  # type: ignore[assignment]
-            failed_here=lambda: False,
-            in_flight=False,
-            may_have_arrived=lambda: False,
-            seconds_since_save=0.0,
-            outage=Outage(3600),
-            look_after=lambda: None,
-            settle=lambda: None,
-            hurry=lambda: None,
-            copied=lambda device: 0.0,
-            tell=lambda: None,
-            checkpoints=CheckpointsStatus(),
-            checkpoint_of=lambda step: CheckpointId(1, step),
-        )
-        self.store = LocalStore(folder / "store")
         self.applied: list[bool] = []
 
     def _compute(self, bins: Any, denominator: int, tokens: int) -> torch.Tensor:
@@ -91,22 +66,6 @@ class Story(Trainer):
     def _learn(self, launched: Any) -> None:
         self.told.append(f"learn {launched.number}")
         super()._learn(launched)
-
-    def _open_store(self) -> None: ...
-
-    def _prepare(self) -> Any:
-        return self.prepared
-
-    def _compare(self) -> None: ...
-
-    def _claim(self) -> None:
-        self._watch()
-
-    def _build(self) -> None: ...
-
-    def _resume_or_load(self) -> None: ...
-
-    def _export(self) -> None: ...
 
     def _feed(self) -> Any:
         step = Step(bins=(), examples=1, tokens=1, trained_tokens=1)

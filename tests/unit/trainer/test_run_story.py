@@ -19,7 +19,6 @@ from sft_api.rundir import ACTIVITY_FOLDER
 from sft_api.v1alpha1.status import CheckpointsStatus, CheckpointStatus
 from sft_trainer import evaluate as evaluating
 from sft_trainer import trainer
-from sft_trainer.checkpoint.local import LocalStore
 from sft_trainer.due import EvaluatesWhenDue, Intervals
 from sft_trainer.errors import StopRequested, StorageFullError
 from sft_trainer.events import (
@@ -39,12 +38,11 @@ from sft_trainer.events import (
     StepDone,
 )
 from sft_trainer.figures import Figures
-from sft_trainer.outage import Outage
 from sft_trainer.reporting import Reporting
 from sft_trainer.topology import Topology
 from sft_trainer.trainer import Trainer
-from tests.parity.runs import manifest, resolve
 from tests.unit.data.examples import FakeExamples
+from tests.unit.trainer.stories import BareRun
 
 
 def step_done(step: int, **fields: Any) -> StepDone:
@@ -53,7 +51,7 @@ def step_done(step: int, **fields: Any) -> StepDone:
     return StepDone(**{"step": step, **figures, **times, "save_in_flight": False, "figures": Figures(step), **fields})
 
 
-class Story(Trainer):
+class Story(BareRun):
     """Writes down what it does.
 
     ``happens`` in a step: stop, timer (everySeconds is over), skip (not finite), upload (of the last save goes on).
@@ -62,51 +60,20 @@ class Story(Trainer):
     def __init__(
         self, folder: Path, happens: dict[int, str], *, listeners: Sequence[Listener] = (), **sections: Any
     ) -> None:
-        sections = {"training": {"steps": 6}, **sections}
-        job = manifest(folder, folder / "store", **sections)
-        job["spec"]["data"]["eval"] = [{"uri": f"file://{folder}/eval.jsonl", "name": "held-out"}]
-        ranks = SimpleNamespace(rank=0, local_rank=0, local_world_size=1, world_size=1)
-        super().__init__(resolve(job), ranks, folder, listeners)  # type: ignore[arg-type]
+        super().__init__(folder, 6, listeners, **sections)
         self.happens = happens
-        self.told: list[str] = []
         self.eval_losses: dict[int, float] = {}
         """By step; 1.0 where there is none."""
-        self.saving = SimpleNamespace(  # type: ignore[assignment]
-            settle=lambda: self.told.append("settle"),
-            hurry=lambda: self.told.append(f"hurry {self.step}"),
-            seconds_since_save=0,
-            checkpoints=CheckpointsStatus(),
-            checkpoint_of=lambda step: CheckpointId(1, step),
-            outage=Outage(3600),
-            look_after=lambda: False,
-            may_have_arrived=lambda: False,
-            in_flight=False,
-        )
-        self.store = LocalStore(folder / "store")
+        self.saving.settle = lambda: self.told.append("settle")  # type: ignore[method-assign]
+        self.saving.hurry = lambda: self.told.append(f"hurry {self.step}")  # type: ignore[method-assign]
         # Of two passes and a fifth
         self.prepared = SimpleNamespace(  # type: ignore[assignment]
             total_steps=6, steps=SimpleNamespace(steps_per_epoch=Fraction(5, 2))
         )
         self.strategy = SimpleNamespace(loaded=lambda: None, updates=1)  # type: ignore[assignment]
 
-    def _open_store(self) -> None: ...
-
-    def _prepare(self) -> Any:
-        return self.prepared
-
-    def _compare(self) -> None: ...
-
-    def _claim(self) -> None:
-        self._watch()
-
-    def _build(self) -> None: ...
-
-    def _resume_or_load(self) -> None: ...
-
     def _feed(self) -> Any:
         return SimpleNamespace(close=lambda: None)
-
-    def _export(self) -> None: ...
 
     def _train_step(self) -> None:
         happens = self.happens.get(self.step + 1, "")
