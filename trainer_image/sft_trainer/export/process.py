@@ -28,13 +28,10 @@ class ExportError(TrainingError):
 class Process:
     """Runs one process at a time, which has the configuration on its standard input and says what it does."""
 
-    def __init__(
-        self, config: TrainerConfig, command: tuple[str, ...], *, silent_seconds: float = SILENT_SECONDS
-    ) -> None:
-        """``command``: arguments of Python; who says nothing for ``silent_seconds`` is ended."""
+    def __init__(self, config: TrainerConfig, command: tuple[str, ...]) -> None:
+        """``command``: arguments of Python."""
         self._config = config
         self._command = command
-        self._silent_seconds = silent_seconds
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
@@ -112,8 +109,8 @@ class Process:
             selector.register(pipe, selectors.EVENT_READ)
             while True:
                 if not selector.select(_LOOK_SECONDS):
-                    if time.monotonic() - heard > self._silent_seconds:
-                        raise ExportError(f"nothing was heard of it for {self._silent_seconds / 60:.0f} minutes")
+                    if time.monotonic() - heard > SILENT_SECONDS:
+                        raise ExportError(f"nothing was heard of it for {SILENT_SECONDS / 60:.0f} minutes")
                     yield {}
                     continue
                 if not (block := os.read(pipe.fileno(), _BLOCK)):
@@ -127,7 +124,7 @@ class ExportProcess(Process):
     """Runs one export at a time."""
 
     def __init__(self, config: TrainerConfig, command: tuple[str, ...] = ("-m", "sft_trainer.export.beside")) -> None:
-        super().__init__(config, command, silent_seconds=SILENT_SECONDS)
+        super().__init__(config, command)
 
     def run(self, checkpoint: CheckpointId, on_bytes: Callable[[int], None], on_warning: Callable[[str], None]) -> None:
         """Export ``checkpoint``; arguments and errors are those of ``hear``."""
