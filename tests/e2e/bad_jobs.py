@@ -1,7 +1,7 @@
 """Jobs that cannot work: each must say why, and what to change, within half a minute, and leave nothing behind."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .stage import BUCKET, Stage
@@ -136,7 +136,7 @@ def _namespace(stage: Stage) -> BadResult:
     """kubectl delete namespace while a job runs: it must be gone, Job finalizers and all."""
     name = f"{stage.namespace}-doomed"
     stage.cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    other = Stage(stage.cluster, stage.store, name)
+    other = replace(stage, namespace=name)
     for kind in ("secret", "service", "endpointslice"):
         _copy(stage, other, kind)
     other.apply(other.manifest("doomed", training={"steps": 100000}))

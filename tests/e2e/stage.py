@@ -19,6 +19,7 @@ from tests.cluster.binaries import binary
 from tests.cluster.object_store import ObjectStore, object_store
 from tests.cluster.state import default_folder
 from tests.fixtures_inputs import make_inputs
+from tests.integration.kubernetes_api import KubernetesApi, kubernetes_api
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 QUICKSTART = REPOSITORY / "examples" / "quickstart.yaml"
@@ -51,6 +52,8 @@ class Stage:
     cluster: Cluster
     store: ObjectStore
     namespace: str
+    api: KubernetesApi
+    """For what is looked at again and again: each kubectl takes 0.2 s of a processor before it asks."""
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
         """kubectl in the namespace of the jobs."""
@@ -70,8 +73,11 @@ class Stage:
 
     def job(self, name: str) -> dict[str, Any]:
         """The SFTJob as the API server has it."""
-        found: dict[str, Any] = json.loads(self.kubectl("get", "sftjob", name, "-o", "json"))
-        return found
+        path = f"/apis/sftjob.dev/v1alpha1/namespaces/{self.namespace}/sftjobs/{name}"
+        answer = self.api.request("GET", path, "", "application/json")
+        if not answer.accepted:
+            raise RuntimeError(f"no {path}: {answer.body}")
+        return answer.body
 
     def status(self, name: str) -> dict[str, Any]:
         """Its status; empty before the first."""
@@ -196,8 +202,12 @@ def open_stage(*further: Callable[[], str], keep: bool = False, release: Release
 
 @contextmanager
 def _furnished(cluster: Cluster, release: Release) -> Iterator[Stage]:
-    with tempfile.TemporaryDirectory(prefix="sft-e2e-") as scratch, object_store(Path(scratch) / "s3") as store:
-        stage = Stage(cluster, store, f"e2e-{secrets.token_hex(3)}")
+    with (
+        tempfile.TemporaryDirectory(prefix="sft-e2e-") as scratch,
+        object_store(Path(scratch) / "s3") as store,
+        kubernetes_api(cluster) as api,
+    ):
+        stage = Stage(cluster, store, f"e2e-{secrets.token_hex(3)}", api)
         _fill_bucket(store, Path(scratch) / "inputs")
         _make_namespace(stage)
         stage.install_operator(release=release)

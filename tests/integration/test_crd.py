@@ -19,6 +19,7 @@ from sft_cli.kubernetes_yaml import YamlError, read_documents
 from sft_cli.manifest import load_manifest
 from sft_cli.problems import field_path
 from tests.cluster.access import Cluster
+from tests.e2e.stage import Stage
 from tests.integration.bad_manifests import RULES
 from tests.integration.bad_values import SCHEMA
 from tests.integration.good_manifests import (
@@ -482,6 +483,20 @@ def test_status_is_written_apart_from_the_spec_and_shown_in_columns(
     wide = server.kubectl("get", "training", "-n", NAMESPACE, "-o", "wide").stdout
     assert "2/2" in wide
     assert "Training on 8 processes." in wide
+
+
+def test_what_end_to_end_tests_look_at_is_the_job_as_kubectl_has_it(
+    api: KubernetesApi, server: Cluster, job_path: str
+) -> None:
+    store: Any = None
+    stage = Stage(server, store, NAMESPACE, api)
+    written = api.request("PATCH", f"{job_path}/status", json.dumps({"status": {"progress": {"step": 7}}}), MERGE_PATCH)
+    assert written.accepted, written.body
+
+    assert stage.job("changed") == server.get("sftjob", "changed", "-n", NAMESPACE, "--show-managed-fields")
+    assert stage.step("changed") == 7
+    with pytest.raises(RuntimeError, match='"absent" not found'):
+        stage.job("absent")
 
 
 @pytest.mark.parametrize(
