@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import secrets
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from tests.cluster import access, images, lifecycle
 from tests.cluster.binaries import TIER_PROGRAMS, ensure
 from tests.cluster.object_store import ObjectStore, object_store
-from tests.cluster.state import default_folder
 
 _PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what takes minutes the first time
     ("api_server", lambda: ensure(TIER_PROGRAMS["api"])),
@@ -50,56 +47,7 @@ def _prepare(session: pytest.Session, folder: Path) -> None:
 @pytest.fixture(scope="session")
 def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[access.Cluster]:
     """A real API server (with etcd) of this test session alone, or the user's own cluster."""
-    yield from _own_cluster(tmp_path_factory, "api")
-
-
-@pytest.fixture(scope="session")
-def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[access.Cluster]:
-    """`api_server` with controller-manager and scheduler: Jobs make pods, which no kubelet runs."""
-    yield from _own_cluster(tmp_path_factory, "control")
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[access.Cluster]:
-    """A complete node, shared with other sessions on this machine; the last one stops what tests started.
-
-    SFT_KEEP_CLUSTER=1 leaves it up. A cluster that `python -m tests.cluster up` started stays up anyway.
-    """
-    existing = access.from_environment()
-    if existing:
-        yield existing
-        return
-    keep = os.environ.get("SFT_KEEP_CLUSTER") == "1"
-    with lifecycle.borrowed(default_folder(), "node", keep=keep) as started:
-        yield started
-
-
-@pytest.fixture
-def namespace(cluster: access.Cluster) -> Iterator[str]:
-    """A new namespace under the restricted pod security standard; it goes with the test."""
-    name = f"test-{secrets.token_hex(4)}"
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
-    yield name
-    cluster.kubectl("delete", "namespace", name, "--wait=false")
-
-
-@pytest.fixture(scope="session")
-def operator_image(cluster: access.Cluster) -> str:
-    """The operator's image, built from the working tree and known to the node."""
-    return images.load(images.build_operator())
-
-
-@pytest.fixture(scope="session")
-def trainer_image(cluster: access.Cluster) -> str:
-    """The trainer's image, built from the working tree and known to the node."""
-    return images.load(images.build_trainer())
-
-
-@pytest.fixture(scope="session")
-def megatron_image(cluster: access.Cluster) -> str:
-    """The trainer's image with Megatron-Core, built from the working tree and known to the node."""
-    return images.load(images.build_megatron())
+    yield from own_cluster(tmp_path_factory, "api")
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +57,8 @@ def versitygw(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]
         yield store
 
 
-def _own_cluster(factory: pytest.TempPathFactory, tier: str) -> Iterator[access.Cluster]:
+def own_cluster(factory: pytest.TempPathFactory, tier: str) -> Iterator[access.Cluster]:
+    """A cluster of the tests that share it, for as long as they last, or the user's own."""
     existing = access.from_environment()
     if existing:
         yield existing

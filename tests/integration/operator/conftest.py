@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.access import Cluster
+from tests.cluster.fixtures import own_cluster
 from tests.cluster.object_store import ObjectStore
 from tests.integration.kubernetes_api import KubernetesApi, kubernetes_api
 from tests.integration.operator import scene as scenes
@@ -18,7 +19,7 @@ from tests.integration.operator.scene import OperatorProcess, Scene, StartOperat
 BUCKET = "platform"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def s3(versitygw: ObjectStore) -> Any:
     """A client of the platform's store, with its bucket."""
     client = versitygw.client()
@@ -26,32 +27,38 @@ def s3(versitygw: ObjectStore) -> Any:
     return client
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def supervisors() -> Iterator[Supervisors]:
     with scenes.serve_reports() as served:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """An API server with controller-manager and scheduler: Jobs make pods, which no kubelet runs."""
+    yield from own_cluster(tmp_path_factory, "control")
+
+
+@pytest.fixture(scope="package")
 def server(control_plane: Cluster) -> Cluster:
     """The control plane with our CRD."""
     scenes.install_crd(control_plane)
     return control_plane
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def operator_kubeconfig(server: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Access with just the rights that the chart gives to the operator."""
     return scenes.operator_access(server, tmp_path_factory.mktemp("operator-access") / "kubeconfig")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def api(server: Cluster) -> Iterator[KubernetesApi]:
     with kubernetes_api(server) as opened:
         yield opened
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def make_operator(
     operator_kubeconfig: Path, supervisors: Supervisors, tmp_path_factory: pytest.TempPathFactory
 ) -> StartOperator:
@@ -77,7 +84,7 @@ def make_operator(
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def operator(make_operator: StartOperator) -> Iterator[OperatorProcess]:
     """The operator that serves all namespaces."""
     started = make_operator()
@@ -102,14 +109,14 @@ def start_operator(make_operator: StartOperator) -> Iterator[StartOperator]:
 
 @pytest.fixture
 def scene(api: KubernetesApi, supervisors: Supervisors, operator: OperatorProcess) -> Iterator[Scene]:
-    """A namespace of its own, served by the operator of the session."""
+    """A namespace of its own, served by the operator that all share."""
     with new_scene(api, supervisors) as opened:
         yield opened
 
 
 @pytest.fixture
 def own_scene(api: KubernetesApi, supervisors: Supervisors, operator: OperatorProcess) -> Iterator[Scene]:
-    """A namespace that only the test's operators serve: the session's stands still meanwhile."""
+    """A namespace that only operators of the test serve: the one that all share stands still meanwhile."""
     with new_scene(api, supervisors) as opened:
         operator.process.send_signal(signal.SIGSTOP)
         try:

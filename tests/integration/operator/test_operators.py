@@ -84,7 +84,7 @@ def test_a_run_of_a_later_version_is_followed_to_its_end(scene: Scene, newer_crd
 def test_an_operator_that_was_away_counts_what_happened(
     supervisors: Supervisors, start_operator: StartOperator, own_scene: Scene
 ) -> None:
-    """Only this test's operator serves the namespace: the session's is stopped for the time."""
+    """Only this test's operator serves the namespace: the one that all share is stopped for the time."""
     first = start_operator(namespace=own_scene.namespace)
     own_scene.submit("away")
     pods = own_scene.start("away")
