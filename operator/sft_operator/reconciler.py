@@ -345,7 +345,7 @@ class Reconciler:
     async def _heal(self, key: Key, action: HealChildren) -> None:
         refusal, pause = None, 0.0
         try:
-            await self._children.heal(action.owner, action.job)
+            await self._children.heal(action.owner, action.job, action.pods)
         except (NameTakenError, RefusedError, ConfigLostError) as error:
             logger.warning("%s: its children cannot be looked after: %s", key, error)
             refusal, pause = refusal_of(error, self._now()), _pause_asked(error)

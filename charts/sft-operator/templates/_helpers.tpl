@@ -142,7 +142,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   verbs: [get, create, delete]
 - apiGroups: [scheduling.k8s.io]
   resources: [podgroups]
-  verbs: [get, create]  # pods of a job that are placed together
+  verbs: [get, create, patch, delete]  # pods of a job that are placed together
 - apiGroups: [""]
   resources: [events]
   verbs: [list]  # why pods are not created or not started

@@ -21,15 +21,17 @@ from ..builders import (
     build_service,
     config_digest,
     copy_annotations,
+    holds_up,
     kept_off,
     owner_reference,
     pod_group_of,
     restored_config_map,
 )
+from ..builders.pod_group import PROTECTION
 from ..config import Settings
 from ..decisions.result import RenewJob
 from ..names import CONFIG_KEY, MANAGED_BY_LABEL, MANAGER, UID_LABEL, config_map_name
-from ..picture.observed import ChildJob, Manifest, Refusal
+from ..picture.observed import ChildJob, Manifest, Pod, Refusal
 from ..picture.owners import controller, has_controller, owner_uid
 from ..picture.untrusted import part
 from .client import ApiError, Cluster
@@ -126,19 +128,11 @@ class Children:
 
     async def _made(self, owner: ObjectMeta, manifest: Manifest) -> Manifest | None:
         """The child; None for a PodGroup that cannot be."""
-        return await (self._group if manifest["kind"] == "PodGroup" else self._create)(owner, manifest)
-
-    async def _group(self, owner: ObjectMeta, wanted: Manifest) -> Manifest | None:
-        """The PodGroup ``wanted``; None where the cluster has no such kind, or none for us: without it pods are placed
-        one by one, as they always were."""
-        try:
-            return await self._create(owner, wanted)
-        except RefusedError as error:
-            if error.error.code >= 500:
-                raise
-            if error.error.code != 404:
-                logger.warning("%s/%s: its pods are placed one by one: %s", owner.namespace, owner.name, error)
-            return None
+        if manifest["kind"] != "PodGroup":
+            return await self._create(owner, manifest)
+        with _where_groups_are(owner):
+            return await self._create(owner, manifest)
+        return None
 
     async def _watched(self, job: Manifest) -> Manifest:
         """``job`` with the label by which Jobs are watched: without it this one would be made again and again."""
@@ -200,15 +194,16 @@ class Children:
         except (NameTakenError, RefusedError) as error:
             logger.warning("%s/%s: new pods are not told that it has begun: %s", owner.namespace, owner.name, error)
 
-    async def heal(self, owner: ObjectMeta, child: ChildJob) -> None:
-        """Make again what the living Job ``child`` lacks. Raises ``ConfigLostError`` as well."""
+    async def heal(self, owner: ObjectMeta, child: ChildJob, pods: tuple[Pod, ...]) -> None:
+        """Make again what the living Job ``child`` lacks, whose ``pods`` have not ended. Raises ``ConfigLostError`` as
+        well."""
         wanted = [build_service(owner)]
         if self._settings.network_policy.enabled:
             wanted.append(build_network_policy(owner, self._settings.network_policy))
         ensured = (
             *(self._ensure(owner, manifest) for manifest in wanted),
             self._ensure_config(owner, child),
-            self._ensure_group(owner, child),
+            self._ensure_group(owner, child, pods),
         )
         # What one of them lacks for good, the others are not to lack.
         _all_good(await asyncio.gather(*ensured, return_exceptions=True))
@@ -219,21 +214,22 @@ class Children:
         if found is None or not _says(found["spec"], wanted["spec"]):
             await self._replace(owner, found, wanted)
 
-    async def _ensure_group(self, owner: ObjectMeta, child: ChildJob) -> None:
-        """Pods that name a group which is not there are never placed."""
-        if not child.pod_group:
+    async def _ensure_group(self, owner: ObjectMeta, child: ChildJob, pods: tuple[Pod, ...]) -> None:
+        """Pods whose group is not there, or says something else than they do, are never placed."""
+        wanted = pod_group_of(owner, child, pods)
+        if wanted is None:
             return
-        try:
-            if await self._find(owner, "PodGroup", child.pod_group) is not None:
+        with _where_groups_are(owner):
+            found = await self._find(owner, "PodGroup", child.pod_group)
+            if found is not None and not holds_up(found, wanted, pods):
                 return
-        except RefusedError as error:
-            if error.error.code >= 500:
-                raise
-            return  # none for us any more
-        job = await self._found("Job", owner, child.name)
-        wanted = job and pod_group_of(owner, job)
-        if wanted:
-            await self._group(owner, wanted)
+            if found is not None and PROTECTION in (found["metadata"].get("finalizers") or []):
+                # It would stay as long as there are pods that name it. They have another one in a moment.
+                kept = [name for name in found["metadata"]["finalizers"] if name != PROTECTION]
+                patch = {"metadata": {"uid": found["metadata"]["uid"], "finalizers": kept}}
+                with _told("PodGroup"):
+                    await self._cluster.patch("PodGroup", owner.namespace, child.pod_group, patch)
+            await self._replace(owner, found, wanted)
 
     async def _ensure_config(self, owner: ObjectMeta, child: ChildJob) -> None:
         """Only from the copy: another version of the operator would make another one."""
@@ -315,6 +311,18 @@ class Children:
             gone = ApiError(503, "Conflict", f"{exists.message}; it has gone since")
             raise RefusedError(kind, gone) from exists
         return found
+
+
+@contextmanager
+def _where_groups_are(owner: ObjectMeta) -> Iterator[None]:
+    """Where the cluster has no PodGroups, or none for us, pods are placed one by one, as they always were."""
+    try:
+        yield
+    except RefusedError as error:
+        if error.error.code >= 500:
+            raise
+        if error.error.code != 404:
+            logger.warning("%s/%s: its PodGroup cannot be made: %s", owner.namespace, owner.name, error)
 
 
 def _unchanged(job: Manifest) -> Manifest:

@@ -61,6 +61,8 @@ class _OurEvent(TypedDict, total=False):
 
 class _PodSpec(TypedDict, total=False):
     nodeName: Any
+    priority: Any
+    priorityClassName: Any
 
 
 class _PodStatus(TypedDict, total=False):

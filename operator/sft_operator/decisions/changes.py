@@ -52,7 +52,7 @@ def desired_children(job: SFTJob, settings: Settings, *, take_over: str = "") ->
     if settings.network_policy.enabled:
         children.append(build_network_policy(job.metadata, settings.network_policy))
     made = build_job(job, settings, take_over=take_over)
-    group = pod_group_of(job.metadata, made)
+    group = pod_group_of(job.metadata, ChildJob.from_manifest(made))
     return [*children, *([group] if group else []), made]
 
 

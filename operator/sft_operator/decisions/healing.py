@@ -30,11 +30,13 @@ def stops(memory: Memory, status: SFTJobStatus) -> bool:
 
 
 def plan_healing(
-    memory: Memory, job: ChildJob, previous: SFTJobStatus, *, resync_seconds: float, clock: float
+    memory: Memory, job: ChildJob, previous: SFTJobStatus, *, resync_seconds: float, clock: float, held_up: bool = False
 ) -> tuple[Healing, bool]:
-    """The plan for the children of ``job``, and whether they are to be looked at now."""
+    """The plan for the children of ``job``, and whether they are to be looked at now; ``held_up``: its pods may be
+    waiting for one of these."""
     state = previous.state
-    pause = resync_seconds if state in _AT_REST else HEALING_SECONDS
+    rests = state in _AT_REST and not held_up
+    pause = resync_seconds if rests else HEALING_SECONDS
     healing = memory.healing
     if healing is None or healing.job_uid != job.uid:
         # Another operator made it: not all of those in the same moment, but what it told must not be taken back.
@@ -42,7 +44,7 @@ def plan_healing(
         healing = Healing(job.uid, clock + (0.0 if told else pause * spread(job.uid)), state)
     if state == "Recovering" and healing.state != state:  # it was interrupted
         due = clock
-    elif state in _AT_REST and healing.state not in _AT_REST and not healing.refusal:
+    elif rests and healing.state not in _AT_REST and not healing.refusal:
         due = clock + pause  # pods that run have had all that they need
     else:
         due = min(healing.next, clock + pause)  # the pace may have become a faster one

@@ -11,6 +11,7 @@ from sft_api.deletion import DELETES, deletion_warnings
 from sft_api.times import shifted
 from sft_api.v1alpha1 import KIND, RestartsStatus, SFTJob, SFTJobStatus
 
+from ..builders import may_hold_up
 from ..config import Settings
 from ..names import PLACE_FINALIZER
 from ..picture.memory import changed
@@ -363,14 +364,21 @@ class _Look(Notes):
         if job is None or not job.goes_on or self._observed.namespace_terminating:
             self._remember(healing=None)
             return
-        rarely = self._settings.resync_seconds
-        healing, due = plan_healing(self._memory, job, self._previous, resync_seconds=rarely, clock=self._clock)
+        pods = self._observed.active_pods
+        healing, due = plan_healing(
+            self._memory,
+            job,
+            self._previous,
+            resync_seconds=self._settings.resync_seconds,
+            clock=self._clock,
+            held_up=may_hold_up(job, pods),
+        )
         if has_begun(self._previous) and (due or stops(self._memory, self._previous)):
             self._tell_begun(terms)
         self._remember(healing=healing)
         self._look_in(healing.next - self._clock)
         if due:
-            self._act(HealChildren(self._owner(terms), job))
+            self._act(HealChildren(self._owner(terms), job, pods))
 
     def _wait_out_hiccups(self) -> None:
         """What the API server could not do just now is tried again before anything is said of it."""

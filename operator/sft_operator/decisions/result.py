@@ -75,6 +75,8 @@ class HealChildren:
 
     owner: ObjectMeta
     job: ChildJob
+    pods: tuple[Pod, ...]
+    """That have not ended."""
 
 
 @dataclass(frozen=True)

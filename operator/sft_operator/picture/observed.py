@@ -42,6 +42,9 @@ _CONDITIONS = frozenset(
     {"Ready", "ContainersReady", "PodScheduled", "DisruptionTarget", "Complete", "Failed", "FailureTarget", "Suspended"}
 )
 """Those of Jobs and pods that decide anything."""
+SCHEDULER_ERROR = "SchedulerError"
+"""The scheduler's word for what it fails over, and for pods whose group has another priority than they have."""
+_UNPLACED = ("Unschedulable", SCHEDULER_ERROR)
 _INITIALISING = "PodInitializing"
 """The kubelet's word for a container that waits for those before it."""
 CRASHES = "CrashLoopBackOff"
@@ -122,6 +125,9 @@ class Pod:
     """Pods of the same index that were lost before this one, as the Job controller counts them."""
     tracked: bool = False
     """Whether the Job controller looks at it: ``TRACKING_FINALIZER``."""
+    priority: int | None = None
+    priority_class: str = ""
+    """Both as the API server, or a webhook, has given them."""
 
     @property
     def where(self) -> str:
@@ -178,6 +184,8 @@ class Pod:
                 for counter in ("failure", "ignored-failure")
             ),
             tracked=isinstance(finalizers, list) and TRACKING_FINALIZER in finalizers,
+            priority=integer(spec.get("priority"), lowest=-(2**31)),
+            priority_class=intern(text(spec.get("priorityClassName"))),
         )
 
     @property
@@ -187,9 +195,9 @@ class Pod:
 
     @property
     def unplaced(self) -> Condition | None:
-        """The scheduler's word that no node has room for it."""
+        """The scheduler's word that no node has room for it, or that it cannot place it."""
         scheduled = self.conditions.get("PodScheduled")
-        if self.node or scheduled is None or scheduled.status or scheduled.reason != "Unschedulable":
+        if self.node or scheduled is None or scheduled.status or scheduled.reason not in _UNPLACED:
             return None
         # Its claim is to be bound first: that there is no room is not known.
         words = scheduled.message.lower()
@@ -280,6 +288,8 @@ class ChildJob:
     suspended: bool = False
     pod_group: str = ""
     """Name of the PodGroup by which its pods are placed together; empty: one by one."""
+    priority_class: str = ""
+    """That its template asks for."""
     suspended_by_us: bool = False
     """This operator has suspended it, and may resume it; who else did resumes it himself."""
     released: str = ""
@@ -314,6 +324,7 @@ class ChildJob:
         """The Job in ``manifest``."""
         metadata, spec, status = (part(manifest, name) for name in ("metadata", "spec", "status"))
         annotations, labels = part(metadata, "annotations"), part(metadata, "labels")
+        pod = part(spec, "template", "spec")
         return cls(
             name=text(metadata.get("name")),
             uid=text(metadata.get("uid")),
@@ -321,7 +332,8 @@ class ChildJob:
             nodes=integer(spec.get("completions"), lowest=1) or 1,
             parallelism=integer(spec.get("parallelism")),
             suspended=spec.get("suspend") is True,
-            pod_group=text(part(spec, "template", "spec", "schedulingGroup").get("podGroupName")),
+            pod_group=text(part(pod, "schedulingGroup").get("podGroupName")),
+            priority_class=text(pod.get("priorityClassName")),
             active_deadline_seconds=integer(spec.get("activeDeadlineSeconds"), highest=2**63 - 1),
             created=parse_time(metadata.get("creationTimestamp")),
             started=parse_time(status.get("startTime")),

@@ -23,6 +23,25 @@ def open_node(scene: Scene, processors: int) -> None:
         assert answer.accepted, answer.body
 
 
+def add_node(scene: Scene, processors: int) -> None:
+    """Another node, for pods that are bound and never run."""
+    name = f"{scene.namespace}-second"
+    room = {"cpu": str(processors), "memory": "64Gi", "pods": "20"}
+    metadata = {"name": name, "labels": {"room": scene.namespace}}
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": {"capacity": room, "allocatable": room}}
+    assert scene.request("POST", "/api/v1/nodes", node).accepted
+
+
+def make_class(scene: Scene, name: str, value: int) -> None:
+    manifest = {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": name},
+        "value": value,
+    }
+    assert scene.request("POST", "/apis/scheduling.k8s.io/v1/priorityclasses", manifest).accepted
+
+
 def submit(scene: Scene, name: str, *, nodes: int = 2, **spec: Any) -> None:
     """A job of pods of one processor each, for the node of the scene, whose kubelet nobody has heard of."""
     compute = {
@@ -135,13 +154,7 @@ if HAS_POD_GROUPS:
 
     def test_a_group_is_preempted_as_a_whole_and_comes_back_as_one(scene: Scene) -> None:
         urgent = f"urgent-{scene.namespace}"
-        manifest = {
-            "apiVersion": "scheduling.k8s.io/v1",
-            "kind": "PriorityClass",
-            "metadata": {"name": urgent},
-            "value": 1000,
-        }
-        assert scene.request("POST", "/apis/scheduling.k8s.io/v1/priorityclasses", manifest).accepted
+        make_class(scene, urgent, 1000)
         open_node(scene, 2)
         submit(scene, "patient")
         pods = run(scene, "patient")
@@ -155,12 +168,68 @@ if HAS_POD_GROUPS:
         run(scene, "urgent", 1)
         scene.until(lambda: all(map(finds_no_room, scene.until_pods("patient", 2))))
         assert not placed(scene, "patient")
-        status = scene.status("patient")
-        assert status["restarts"].get("failures", 0) == 0
+        restarts = scene.status("patient")["restarts"]
+        assert (restarts.get("failures", 0), restarts["disruptions"]) == (0, 1)
         scene.delete("sftjobs", "urgent")
         for pod in scene.pods("urgent"):
             lose(scene, pod)
         run(scene, "patient")
+
+    def test_a_class_that_is_made_anew_with_another_value_stops_no_run(scene: Scene) -> None:
+        """The pod that comes back has the new one, and the scheduler wants one priority in a group."""
+        name = f"class-{scene.namespace}"
+        make_class(scene, name, 10)
+        open_node(scene, 2)
+        submit(scene, "ranked", compute={"priorityClassName": name}, runPolicy={"startDeadlineSeconds": 1})
+        first, second = run(scene, "ranked")
+        assert scene.request("DELETE", f"/apis/scheduling.k8s.io/v1/priorityclasses/{name}").accepted
+        make_class(scene, name, 20)
+
+        lose(scene, second)
+
+        scene.until(lambda: released(scene, "ranked"))
+        scene.until(
+            lambda: (scene.get("pods", first["metadata"]["name"]) or {}).get("metadata", {}).get("deletionTimestamp")
+        )
+        scene.end_pod(first, 30)
+        again = run(scene, "ranked")
+        assert [pod["spec"]["priority"] for pod in again] == [20, 20]
+        group = group_of(scene, "ranked")
+        assert group
+        assert group["spec"]["priority"] == 20
+
+    def test_a_claim_that_is_bound_where_its_first_pod_goes_stops_no_group(scene: Scene) -> None:
+        """Within one round the scheduler sees it bound to one node, and no place for a pod on another."""
+        name, spec = scene.namespace, {"accessModes": ["ReadWriteMany"], "storageClassName": scene.namespace}
+        storage = {"provisioner": "none.example.com", "volumeBindingMode": "WaitForFirstConsumer"}
+        whole = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": name}, **storage}
+        assert scene.request("POST", "/apis/storage.k8s.io/v1/storageclasses", whole).accepted
+        claim = {"metadata": {"name": "runs"}, "spec": {**spec, "resources": {"requests": {"storage": "1Gi"}}}}
+        scene.create("persistentvolumeclaims", claim)
+        open_node(scene, 1)
+        add_node(scene, 1)
+
+        submit(scene, "saves", checkpoint={"uri": "pvc://runs/here"})
+
+        def chosen() -> Object | None:
+            found = scene.get("persistentvolumeclaims", "runs")
+            asked = found and found["metadata"].get("annotations", {}).get("volume.kubernetes.io/selected-node")
+            return found if asked else None
+
+        metadata = scene.until(chosen)["metadata"]
+        volume = {
+            "capacity": {"storage": "1Gi"},
+            "csi": {"driver": "none.example.com", "volumeHandle": name},
+            "claimRef": {"namespace": scene.namespace, "name": "runs", "uid": metadata["uid"]},
+        }
+        whole = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name}, "spec": {**spec, **volume}}
+        assert scene.request("POST", "/api/v1/persistentvolumes", whole).accepted
+
+        pods: list[Object] = scene.until(lambda: found if len(found := placed(scene, "saves")) == 2 else None)
+        assert len({pod["spec"]["nodeName"] for pod in pods}) == 2
+        scene.delete("sftjobs", "saves")
+        for path in (f"/api/v1/nodes/{name}-second", f"/api/v1/persistentvolumes/{name}"):
+            scene.request("DELETE", path)
 
     def test_two_groups_that_each_hold_quota_which_the_other_waits_for_come_apart(scene: Scene) -> None:
         """Neither has a place: pods that the scheduler places together wait for those that are not made."""

@@ -209,6 +209,15 @@ def test_pods_that_are_placed_together_give_back_the_quota_that_they_hold() -> N
     assert words in release_words(make_terms(), marked(child, given), RestartsStatus())
 
 
+def test_a_pod_that_the_scheduler_cannot_place_has_its_neighbours_give_theirs_back() -> None:
+    """A PriorityClass that was made anew with another value: who comes back differs from those that run."""
+    words = "all pods in a single pod group should have the same priority as the pod group's priority, got 20 and 10"
+    told = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": words}
+    pod = make_pod(1, phase="Pending", node=None, conditions=[{**told, "lastTransitionTime": stamp(0)}], ready=False)
+
+    assert half_placed_since(half(pods=(placed(), pod))) == at(0)
+
+
 # Whose turn it is
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sft_operator.cluster.client import ApiError
-from tests.unit.operator.make import Object, job_manifest
+from tests.unit.operator.make import Object, job_manifest, pod_manifest
 from tests.unit.operator.test_reconciler import SETTINGS, World
 from tests.unit.operator.test_refused_children import pass_time, refused_world
 
@@ -130,3 +130,145 @@ def test_rights_that_are_taken_away_are_no_fault_of_the_job() -> None:
 
     assert world.api.done("get", "PodGroup") >= 1
     assert world.condition("Stalled")["status"] == "False"
+
+
+CLAIM = "0/2 nodes are available: 1 Insufficient cpu, 1 node(s) didn't find available persistent volumes to bind."
+
+
+def keep_pods(world: World, *priorities: int, words: str = "", placed: int = 0) -> None:
+    """Pods of a job, of class "of-a-webhook", of which the first ones are ``placed`` and the last one is told
+    ``words``."""
+    for index, priority in enumerate(priorities):
+        last = index == len(priorities) - 1
+        told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": words if last else ""}
+        pod = pod_manifest(
+            index,
+            job_uid="Job-uid",
+            phase="Pending",
+            ready=False,
+            node="node-a" if index < placed else None,
+            conditions=[told] if index >= placed else None,
+        )
+        pod["spec"] |= {"priority": priority, "priorityClassName": "of-a-webhook"}
+        world.api.keep("Pod", pod)
+
+
+def admitted(world: World, priority: int = 0) -> Object:
+    """The PodGroup, as the API server of a real cluster completes it."""
+    found = group(world)
+    found["metadata"]["finalizers"] = ["example.com/other", "scheduling.k8s.io/podgroup-protection"]
+    found["spec"]["priority"] = priority
+    return found
+
+
+def changed_groups(world: World) -> list[str]:
+    return [verb for verb, kind, _ in world.api.calls if kind == "PodGroup" and verb != "get"]
+
+
+def look_later(world: World) -> None:
+    world.api.calls.clear()
+    world.clock += 60.0
+    world.look()
+
+
+def test_a_group_has_the_priority_that_a_webhook_gives_its_pods() -> None:
+    """The scheduler places none of another priority than its group's."""
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)
+    keep_pods(world, 50, 50)
+
+    look_later(world)
+
+    # Else the finalizer would keep it for as long as there are pods that name it.
+    assert changed_groups(world) == ["patch", "delete", "create"]
+    assert group(world)["spec"]["priorityClassName"] == "of-a-webhook"
+    admitted(world, 50)
+    look_later(world)
+    assert changed_groups(world) == []
+
+
+@pytest.mark.parametrize(
+    ("priorities", "placed"),
+    [((0, 50), 0), ((0, 50), 1), ((50, 50), 2)],
+    ids=["they differ", "one runs", "none waits"],
+)
+def test_another_group_is_not_made_where_it_would_not_help(priorities: tuple[int, int], placed: int) -> None:
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)
+    keep_pods(world, *priorities, placed=placed)
+
+    look_later(world)
+
+    assert changed_groups(world) == []
+
+
+def test_a_group_that_is_made_again_has_the_priority_of_the_pods_that_run() -> None:
+    """Else the next one that is lost would have to wait until all of them have gone."""
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    del world.api.objects["PodGroup", named(world) or ""]
+    keep_pods(world, 50, 50, placed=2)
+
+    look_later(world)
+
+    assert group(world)["spec"]["priorityClassName"] == "of-a-webhook"
+
+
+def test_a_size_that_somebody_has_changed_is_put_right() -> None:
+    """Anybody who may edit the namespace can, and a group of more pods than there are waits for ever."""
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)["spec"]["schedulingPolicy"]["gang"]["minCount"] = 5
+
+    look_later(world)
+
+    assert group(world)["spec"]["schedulingPolicy"] == {"gang": {"minCount": 2}}
+
+
+def test_pods_come_one_by_one_while_their_claim_is_to_be_bound_where_the_first_goes() -> None:
+    """Where that is decided for a pod, the scheduler finds no place on another node for the next one."""
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)
+    keep_pods(world, 0, 0, words=CLAIM)
+
+    look_later(world)
+    assert group(world)["spec"]["schedulingPolicy"] == {"gang": {"minCount": 1}}
+
+    admitted(world)
+    keep_pods(world, 0, 0, placed=2)
+    look_later(world)
+    assert group(world)["spec"]["schedulingPolicy"] == {"gang": {"minCount": 2}}
+
+
+def test_who_may_not_change_groups_leaves_them() -> None:
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)
+    keep_pods(world, 50, 50)
+    world.api.refuses = lambda verb, kind: (
+        ApiError(403, "Forbidden", "no") if (verb, kind) == ("patch", "PodGroup") else None
+    )
+
+    look_later(world)
+
+    assert changed_groups(world) == ["patch"]
+    assert world.condition("Stalled")["status"] == "False"
+
+
+@pytest.mark.parametrize(("words", "made_again"), [(CLAIM, 1), ("0/2 nodes are available: 2 Insufficient cpu.", 0)])
+def test_pods_that_may_wait_for_another_group_are_looked_after_sooner_than_others_in_line(
+    words: str, made_again: int
+) -> None:
+    world = begun(compute={"nodes": 2, "gpusPerNode": 8})
+    admitted(world)
+    keep_pods(world, 0, 0, words="0/2 nodes are available: 1 Insufficient cpu.")
+    look_later(world)
+    assert world.status["state"] == "Queued"
+    while not world.api.done("get", "PodGroup"):
+        world.clock += 5.0
+        world.look()
+    world.api.calls.clear()
+    keep_pods(world, 0, 0, words=words)
+
+    for _ in range(8):
+        world.clock += 5.0
+        world.look()
+
+    assert world.api.done("create", "PodGroup") == made_again
