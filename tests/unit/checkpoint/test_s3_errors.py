@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from botocore.exceptions import (
     UnauthorizedSSOTokenError,
 )
 
+from sft_trainer.checkpoint import s3_errors
 from sft_trainer.checkpoint.errors import NoS3ServerError, ObjectNotFoundError
 from sft_trainer.checkpoint.s3_errors import (
     PerhapsDone,
@@ -168,6 +170,25 @@ def test_transient_errors_are_tried_again_and_others_not() -> None:
         retrying(answers(refusal("AccessDenied", 403), "never asked"), PLACE, 10)
     with pytest.raises(StorageUnavailableError, match="SlowDown"):
         retrying(answers(*[refusal("SlowDown", 503)] * 9), PLACE, 0.3)
+
+
+def test_what_took_long_before_it_broke_off_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a part over a slow line, of which each try takes longer than there is time for more of them
+    now = [0.0]
+    monkeypatch.setattr(s3_errors, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None))
+    answer = answers(ReadTimeoutError(endpoint_url="x"), "done")
+
+    def request() -> str:
+        now[0] += 80.0
+        return str(answer())
+
+    # Then one connection that is lost is not the end of all that was sent beside it
+    assert retrying(request, PLACE, 60) == "done"
+
+    # But the second is
+    answer = answers(*[ReadTimeoutError(endpoint_url="x")] * 2, "never asked")
+    with pytest.raises(StorageUnavailableError):
+        retrying(request, PLACE, 60)
 
 
 def test_whoever_holds_something_others_wait_for_says_how_it_is_waited() -> None:

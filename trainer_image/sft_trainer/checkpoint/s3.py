@@ -62,8 +62,8 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
 """Between two saves connections are idle for longer than what is on their way may keep them (350 s in some clouds), and
-a server that is gone says nothing. Who sent over such a one would wait for ``_READ_SECONDS``: no time were left for
-another try, and with a pod that is ending none for its save. So they are kept, or found to be gone, by probes.
+a server that is gone says nothing. Who sent over such a one would wait for ``_READ_SECONDS``: with a pod that is ending
+no time were left for its save. So they are kept, or found to be gone, by probes.
 """
 
 
@@ -96,8 +96,8 @@ def _endpoint_from_environment() -> str:
 class S3Store:
     """Objects under ``s3://bucket/prefix``.
 
-    Every request is tried again after transient errors for up to ``retry_seconds``, so each one ends within
-    that time plus one read time-out.
+    Every request is tried again after transient errors for up to ``retry_seconds``, counted from the first one, so that
+    each ends within that time plus what its first and its last try take: of a server that is silent a read time-out.
     """
 
     def __init__(self, bucket: str, prefix: str, settings: S3Settings, retry_seconds: float = 60.0) -> None:

@@ -250,11 +250,11 @@ def retrying(
 ) -> T:
     """The answer to ``request``, tried again after transient errors with jittered, growing pauses.
 
-    ``pause_for`` waits so many seconds, and may raise. Gives up after ``seconds`` and raises what the last error means.
-    Raises PreconditionFailed and UploadGone as they are, since only the caller knows whether an earlier try may have
-    succeeded unheard.
+    ``pause_for`` waits so many seconds, and may raise. Gives up ``seconds`` after the first error, however long it took
+    until that came, as it does over a slow line, and raises what the last error means. Raises PreconditionFailed and
+    UploadGone as they are, since only the caller knows whether an earlier try may have succeeded unheard.
     """
-    deadline = time.monotonic() + seconds
+    deadline: float | None = None
     pause = _FIRST_PAUSE
     retried = False
     while True:
@@ -267,7 +267,9 @@ def retrying(
                 raise UploadGone(
                     f"{place}: the upload was aborted by someone else, probably by a newer attempt of this job", retried
                 ) from error
-            remaining = deadline - time.monotonic()
+            now = time.monotonic()
+            deadline = now + seconds if deadline is None else deadline
+            remaining = deadline - now
             if not is_transient(error) or remaining <= 0:
                 raise translated(error, place) from error
             retried = True
