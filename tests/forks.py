@@ -37,7 +37,11 @@ MODULES = ("sft_cli.main", "sft_trainer.launch", "sft_trainer.check", "sft_train
 """What a run begins with ``python -m``."""
 _THEY_IMPORT = ("sft_cli.overrides", "sft_cli.manifest", "sft_cli.run", "sft_cli.export", *MODULES)
 """Besides what a supervisor has imported for its workers."""
-IMPORTED_LATER = ("transformers.models.qwen3.modeling_qwen3", "tensorboardX", "pygal", "torch._inductor.compile_fx")
+IMPORTED_LATER = (
+    *("transformers.models.qwen3.modeling_qwen3", "tensorboardX", "pygal"),
+    *("numpy.ma", "email.policy"),  # by pyarrow, which itself begins a thread
+    "torch._inductor.compile_fx",
+)
 """By the workers of nearly all runs of tests, on their way; the last by those that compile or have Megatron-Core."""
 _READ_WHEN_NEEDED = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "GLOO_SOCKET_IFNAME", "HF_TOKEN"),
