@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from tests.cluster import access, images, lifecycle
 from tests.cluster.binaries import TIER_PROGRAMS, ensure
 from tests.cluster.object_store import ObjectStore, object_store
 
-_PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what takes minutes the first time
-    ("api_server", lambda: ensure(TIER_PROGRAMS["api"])),
-    ("control_plane", lambda: ensure(TIER_PROGRAMS["control"])),
-    ("versitygw", lambda: ensure(["versitygw"])),
-    ("cluster", lambda: ensure(TIER_PROGRAMS["node"])),
+# By the fixture that needs them; they take minutes the first time.
+_PROGRAMS: dict[str, Iterable[str]] = {
+    "api_server": TIER_PROGRAMS["api"],
+    "control_plane": TIER_PROGRAMS["control"],
+    "versitygw": ["versitygw"],
+    "cluster": TIER_PROGRAMS["node"],
+}
+_IMAGES: list[tuple[str, Callable[[], object]]] = [
     ("cluster", images.build_base),
     ("operator_image", images.build_operator),
     ("trainer_image", images.build_trainer),
@@ -26,22 +29,42 @@ _PREPARATIONS: list[tuple[str, Callable[[], object]]] = [  # fixture, and what t
 ]
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the programs that the collected tests need before the first one starts: its time limit is for the test.
+
+    Some tests call programs by themselves that others have fixtures for.
+    """
+    if session.config.option.collectonly:
+        return
+    wanted = _fixtures_of(session.items)
+    for fixture, names in _PROGRAMS.items():
+        if fixture in wanted:
+            _prepare(functools.partial(ensure, names))
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Build what a test needs before its time begins: its limit is for the test."""
-    _prepare(item.session, item.path.parent)
+    """Build the images that a test needs before its time begins."""
+    _build_images(item.session, item.path.parent)
     return (yield)
 
 
 @functools.cache
-def _prepare(session: pytest.Session, folder: Path) -> None:
-    """Build what the tests in ``folder`` need, once the first of them is to run: in the process that runs them."""
-    tests = (item for item in session.items if item.path.parent == folder)
-    wanted = {name for item in tests for name in getattr(item, "fixturenames", ())}
-    for fixture, prepare in _PREPARATIONS:
+def _build_images(session: pytest.Session, folder: Path) -> None:
+    """Those of the tests in ``folder``, once the first of them is to run: in the process that runs them."""
+    wanted = _fixtures_of(item for item in session.items if item.path.parent == folder)
+    for fixture, build in _IMAGES:
         if fixture in wanted:
-            with contextlib.suppress(Exception):  # the fixture meets the same failure, and reports it
-                prepare()
+            _prepare(build)
+
+
+def _fixtures_of(items: Iterable[pytest.Item]) -> set[str]:
+    return {name for item in items for name in getattr(item, "fixturenames", ())}
+
+
+def _prepare(build: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # the fixture meets the same failure, and reports it
+        build()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What tests need that takes minutes the first time: who builds it, and when."""
+"""Images of tests: who builds them, and when."""
 
 from collections.abc import Generator
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_the_first_test_of_a_folder_has_all_built_that_its_tests_need(monkeypatc
         raise OSError("it is full")
 
     every = [("disk", fails), ("node", lambda: built.append("node")), ("hub", lambda: built.append("hub"))]
-    monkeypatch.setattr(fixtures, "_PREPARATIONS", every)
+    monkeypatch.setattr(fixtures, "_IMAGES", every)
     items = [item("one"), item("one", "node", "disk"), item("other", "hub")]
     session = Session(items)
     for each in items:
