@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,9 +73,12 @@ class Stage:
         return self.kubectl("apply", "--filename=-", stdin=json.dumps(job), check=False)
 
     def job(self, name: str) -> dict[str, Any]:
-        """The SFTJob as the API server has it."""
+        """The SFTJob as the API server has it; RuntimeError where it has none, or does not answer."""
         path = f"/apis/sftjob.dev/v1alpha1/namespaces/{self.namespace}/sftjobs/{name}"
-        answer = self.api.request("GET", path, "", "application/json")
+        try:
+            answer = self.api.request("GET", path, "", "application/json")
+        except (OSError, HTTPException, ValueError) as error:  # the last where a proxy answers in words, without it
+            raise RuntimeError(f"no answer for {path}: {error}") from error
         if not answer.accepted:
             raise RuntimeError(f"no {path}: {answer.body}")
         return answer.body
