@@ -69,8 +69,15 @@ class _Kept(Exception):
 class PlaceRemover:
     """Removes places, a few at the same time."""
 
-    def __init__(self, settings: StoreSettings, *, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
+    def __init__(
+        self,
+        settings: StoreSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         self._settings = settings
+        self._clock = clock
         self._now = now
         self._limit = asyncio.Semaphore(CONCURRENCY)
         self._one_client = threading.Lock()
@@ -103,7 +110,7 @@ class PlaceRemover:
             with self._one_client:
                 if self._client is None:
                     self._client = connect(self._settings)
-            return _Place(self._client, wanted, time.monotonic, self._now, stop).remove()
+            return _Place(self._client, wanted, self._clock, self._now, stop).remove()
         except _Kept as kept:
             return RemovalTurn("kept", str(kept))
         except (BotoCoreError, ClientError, StoreError) as error:
