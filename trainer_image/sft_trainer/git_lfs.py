@@ -12,4 +12,4 @@ def pointer_problem(path: Path) -> str:
             is_pointer = file.read(len(_BEGIN)) == _BEGIN
     except OSError:  # said where it is read
         return ""
-    return f"{path} is a pointer of Git LFS and not the file itself: fetch that with git lfs pull" * is_pointer
+    return f"{path} is a pointer of Git LFS and not the file itself: fetch that with git lfs pull" if is_pointer else ""

@@ -4,7 +4,7 @@ It only words what a user is told to change; nothing is read by it.
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from .turns import quoted
 
@@ -71,7 +71,7 @@ def beside_turns(first: Mapping[str, Any], read: Mapping[str, str]) -> tuple[lis
     ``read`` are the columns that are, by the names that formats have for them. None where there are none. They count
     whatever they hold: where the first row has no system prompt others may have one.
     """
-    found: dict[str, str] = {}
+    found = dict[str, str]()
     for part, (names, change) in _CALLED_ELSEWHERE.items():
         if read.get(part) == part and part not in first:
             found |= {name: change.format(name) for name in names if name in first and name not in read.values()}
@@ -103,7 +103,7 @@ def _of_preferences(first: Mapping[str, Any]) -> str:
         return ""
     if isinstance(prompt, str) and isinstance(chosen, str):
         return "columns: {instruction: prompt, output: chosen}"
-    if not _of_objects(chosen):
+    if not isinstance(chosen, list) or not _of_objects(chosen):
         return ""
     if _of_objects(prompt):
         return "columns: {completion: chosen}"
@@ -133,5 +133,5 @@ def _key(column: str, turn: Mapping[str, Any]) -> str:
     return f"format: shareGPT and messagesKey: {column}" if {"from", "value"} <= turn.keys() else ""
 
 
-def _of_objects(value: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+def _of_objects(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
