@@ -6,13 +6,13 @@ from pathlib import Path
 from tests.fixtures_inputs import make_inputs_script
 
 
-def wider_model(model: Path, to: Path, seed: int = 0) -> Path:
+def wider_model(model: Path, to: Path) -> Path:
     """The folder ``to`` with the tokenizer of ``model`` and another model, of width 64, in fp32."""
     from transformers import AutoTokenizer
 
     shutil.copytree(model, to)
     tokenizer = AutoTokenizer.from_pretrained(to)
-    made = make_inputs_script.initialise_model(tokenizer, hidden=64, layers=2, heads=4, seed=seed)
+    made = make_inputs_script.initialise_model(tokenizer, hidden=64, layers=2, heads=4, seed=0)
     made.save_pretrained(to)
     return to
 

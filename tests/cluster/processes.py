@@ -115,9 +115,9 @@ class Supervisor:
                 )
             time.sleep(0.1)
 
-    def stop(self, name: str, grace_seconds: float = 5) -> None:
+    def stop(self, name: str) -> None:
         """End one component (SIGTERM, then SIGKILL) and forget it; nothing happens when it is not running."""
-        for number, patience in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 10.0)):
+        for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 10.0)):
             pid = self.pid(name)
             if pid is None:
                 break
@@ -127,10 +127,10 @@ class Supervisor:
                 time.sleep(0.05)
         self._record(name).unlink(missing_ok=True)
 
-    def log_tail(self, name: str, lines: int = 25) -> str:
+    def log_tail(self, name: str) -> str:
         path = self.log(name)
         text = path.read_text(errors="replace") if path.exists() else ""
-        return f"--- last lines of {path}\n" + "\n".join(text.splitlines()[-lines:])
+        return f"--- last lines of {path}\n" + "\n".join(text.splitlines()[-25:])
 
     def _record(self, name: str) -> Path:
         return self.folder / "pids" / f"{name}.json"

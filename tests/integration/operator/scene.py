@@ -284,8 +284,8 @@ class Scene:
         live = [pod for pod in found if pod["status"].get("phase") not in ("Failed", "Succeeded")]
         return sorted(live, key=index_of)
 
-    def until_pods(self, job: str, count: int, seconds: float = PATIENCE_SECONDS) -> list[Object]:
-        pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None, seconds)
+    def until_pods(self, job: str, count: int) -> list[Object]:
+        pods: list[Object] = self.until(lambda: found if len(found := self.pods(job)) == count else None)
         return pods
 
     def bind(self, pod: Object) -> None:

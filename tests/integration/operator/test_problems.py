@@ -7,16 +7,16 @@ import signal
 from typing import Any
 
 from sft_api.progress import Progress
-from tests.integration.operator.scene import PATIENCE_SECONDS, Scene, StartOperator, Supervisors, training
+from tests.integration.operator.scene import Scene, StartOperator, Supervisors, training
 
 
 def quota(hard: dict[str, str]) -> dict[str, Any]:
     return {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": hard}}
 
 
-def until_reason(scene: Scene, name: str, reason: str, seconds: float = PATIENCE_SECONDS) -> str:
+def until_reason(scene: Scene, name: str, reason: str) -> str:
     """Wait for the reason; its message."""
-    scene.until(lambda: scene.condition(name, "Running").get("reason") == reason, seconds)
+    scene.until(lambda: scene.condition(name, "Running").get("reason") == reason)
     message: str = scene.status(name)["message"]
     return message
 

@@ -58,9 +58,9 @@ class Pod:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"pod {self.index} did not end in {seconds} s:\n{self.log}") from None
 
-    def wait_for_step(self, step: int, seconds: float = PATIENCE_SECONDS) -> Progress:
+    def wait_for_step(self, step: int) -> Progress:
         """Until the group has made ``step``; asks pod 0."""
-        wait_for(lambda: self.progress.training.step >= step, self, seconds)
+        wait_for(lambda: self.progress.training.step >= step, self)
         return self.progress
 
     def signal(self, number: int) -> None:

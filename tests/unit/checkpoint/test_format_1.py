@@ -119,8 +119,8 @@ WEIGHT = "model.huggingface.model.layers.0.mlp.gate_proj.weight"
 STEP = "optimizer.state.huggingface.model.norm.weight.step"
 
 
-def piece(document: Document, number: int = 1) -> Document:
-    entry: Document = document["tensors"][WEIGHT]["items"][number]
+def piece(document: Document) -> Document:
+    entry: Document = document["tensors"][WEIGHT]["items"][1]
     return entry
 
 

@@ -85,11 +85,11 @@ def test_items_fill_their_files_one_after_the_other() -> None:
     assert SOUND.bytes_by_kind == {"weight": 48 + 8, "exp_avg": 14}
 
 
-def a_run(ranks: int, parameters: int = 720) -> Index:
-    """Weights and two moments of a fully sharded run: matrices, and a norm for every two of them."""
+def a_run(ranks: int) -> Index:
+    """720 weights, and their two moments, of a fully sharded run: matrices, and a norm for every two of them."""
     tensors = [
         StoredTensor(f"model.layers.{number // 12}.mlp.projection_{number % 12}.weight", kind, "float32", shape)
-        for number in range(parameters)
+        for number in range(720)
         for kind in ("weight", "exp_avg", "exp_avg_sq")
         for shape in [(4096,) if number % 3 == 2 else (4096 + 64 * (number % 5), 4096)]
     ]

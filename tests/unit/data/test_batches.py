@@ -32,13 +32,13 @@ def packed(epochs: float | None = 1, bins_per_step: int = 4) -> PackedBatches:
     )
 
 
-def by_size(bin_tokens: int | None, micro_batch_size: int = 2, epochs: float | None = 1) -> ExampleBatches:
+def by_size(bin_tokens: int | None, epochs: float | None = 1) -> ExampleBatches:
     return ExampleBatches(
         [FakeExamples(LENGTHS)],
         stream(),
         global_batch_size=16,
         epochs=epochs,
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=2,
         bin_tokens=bin_tokens,
     )
 

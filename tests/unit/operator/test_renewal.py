@@ -11,7 +11,7 @@ import pytest
 
 from sft_operator.cluster.client import ApiError
 from tests.unit.operator.make import Object, job_manifest, pod_manifest, stamp
-from tests.unit.operator.test_reconciler import Api, World, merged
+from tests.unit.operator.test_reconciler import World, merged
 
 AFFINITY = {
     "nodeAffinity": {
@@ -24,9 +24,9 @@ AFFINITY = {
 }
 
 
-def world_with_suspect(api: Api | None = None) -> World:
+def world_with_suspect() -> World:
     """A run that trains on node-a, on which it failed twice."""
-    world = World(api=api)
+    world = World()
     world.api.keep("SFTJob", job_manifest())
     world.look()
     job = world.api.objects["Job", "tulu"]

@@ -33,7 +33,6 @@ class PlayedPod:
     index: int
     job_uid: str
     replaced: int
-    born: float
     starts_within: float
     """Seconds from its binding to its start."""
     saves_for: float
@@ -93,7 +92,7 @@ class Nodes:
         manifest["metadata"]["name"] = name
         made = self._api.add("Pod", manifest)["metadata"]["uid"]
         starts_within, saves_for = random.uniform(0.5, 4), random.uniform(0.5, 12)
-        self.pods.append(PlayedPod(name, made, index, uid, replaced, story.seconds, starts_within, saves_for))
+        self.pods.append(PlayedPod(name, made, index, uid, replaced, starts_within, saves_for))
         if len({pod.job_uid for pod in self.pods if pod.living}) > 1:
             raise Violation("Pods of two Jobs never live at the same time.")
 
