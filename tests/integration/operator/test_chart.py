@@ -457,6 +457,8 @@ def test_rights_are_few_and_named() -> None:
         ("networkpolicies", "create"),
         ("networkpolicies", "delete"),
         ("podgroups", "create"),
+        ("podgroups", "delete"),
+        ("podgroups", "patch"),
         ("events", "create"),
         ("pods", "delete"),
         ("pods/eviction", "create"),
