@@ -358,6 +358,38 @@ CASES = [
         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Sky?<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
         '⟦<|START_ACTION|>{"name": "sky", "arguments": {}}<|END_ACTION|><|END_OF_TURN_TOKEN|>⟧',
     ),
+    # GLM 4.5
+    MaskCase(
+        "what begins the next turn ends an answer, also the last one",
+        "glm",
+        TWO,
+        "[gMASK]<sop><|user|>\nOne?<|assistant|>⟦\n<think></think>\nFirst.<|user|>⟧"
+        "\nTwo?<|assistant|>⟦\n<think></think>\nSecond.<|user|>⟧",
+        ALL,
+    ),
+    MaskCase(
+        "and so does what begins the words of a tool behind its call",
+        "glm",
+        [user("Sky?"), assistant("", **call("sky")), tool("blue"), assistant("Blue.", reasoning_content="Hm.")],
+        "[gMASK]<sop><|user|>\nSky?<|assistant|>"
+        '⟦\n<think></think>\n<tool_call>{"name": "sky", "arguments": {}}</tool_call><|observation|>⟧'
+        "\nblue<|assistant|>⟦\n<think>Hm.</think>\nBlue.<|user|>⟧",
+        ALL,
+    ),
+    MaskCase(
+        "a call that is the last word ends so as well",
+        "glm",
+        [user("Sky?"), assistant("", **call("sky"))],
+        "[gMASK]<sop><|user|>\nSky?<|assistant|>"
+        '⟦\n<think></think>\n<tool_call>{"name": "sky", "arguments": {}}</tool_call><|observation|>⟧',
+    ),
+    MaskCase(
+        "also where all is trained",
+        "glm",
+        [user("One?"), assistant("First.")],
+        "⟦[gMASK]<sop><|user|>\nOne?<|assistant|>\n<think></think>\nFirst.<|user|>⟧",
+        EVERY,
+    ),
     # gpt-oss
     MaskCase(
         "reasoning and answer are two messages of one turn",

@@ -45,6 +45,7 @@ SPECIAL = {
         "<|START_ACTION|>",
         "<|END_ACTION|>",
     ),
+    "glm": ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     "harmony": ("<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"),
 }
 BOS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>", "phi3": "<s>", "mistral": "<s>"} | dict.fromkeys(
@@ -62,11 +63,13 @@ EOS = {
     "deepseek_r1": "<｜end▁of▁sentence｜>",
     "gemma4": "<eos>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
+    "glm": "<|endoftext|>",
     "harmony": "<|return|>",
 }
 NOT_SPECIAL = {
     "chatml": ("<tool_call>", "</tool_call>"),
     "qwen3": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    "glm": ("<think>", "</think>", "<tool_call>", "</tool_call>"),
 }
 
 _TEXT = (

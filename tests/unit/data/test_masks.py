@@ -451,6 +451,7 @@ def test_all_tokens_are_all_that_the_template_writes(case: MaskCase) -> None:
     given, template = turns(*case.messages, tools=case.tools), template_of(case.family)
     given = dataclasses.replace(given, flags=[None for _ in given.messages])
     text = template.render(given.messages, given.tools)
+    text += template.assistant_turn.begun_next(given.messages[-1])
     marked = mark(template, given, EVERY)
     assert marked is not None
     assert (marked.text, marked.spans, marked.context_answers) == (text, [(0, len(text))], 0)
@@ -503,6 +504,27 @@ def test_generation_prompt_of_another_thinking_mode_is_tried(variable: str) -> N
     marked = mark(ChatTemplate(source, {}, ("<|im_start|>", "<|im_end|>")), turns(user("Hi"), assistant("Yo")), LAST)
     assert marked is not None
     assert [marked.text[start:end] for start, end in marked.spans] == ["Yo<|im_end|>"]
+
+
+def test_an_answer_that_something_else_follows_than_what_its_end_begins_is_refused() -> None:
+    messages = [user("Hi"), assistant("Yo"), system("Be brief."), user("Hi"), assistant("Yo")]
+    with pytest.raises(TemplateRefusal, match=r"message 2 \(assistant\) ends with '<\|user\|>', .* role \(system\)"):
+        mark(template_of("glm"), turns(*messages), ALL)
+    marked = mark(template_of("glm"), turns(*messages), LAST)
+    assert marked is not None
+    assert [marked.text[start:end] for start, end in marked.spans] == ["\n<think></think>\nYo<|user|>"]
+
+
+def test_no_model_stops_at_the_token_that_begins_a_text() -> None:
+    # given a template that begins every question with it, and ends no answer
+    source = (
+        "{% for m in messages %}{{ '<s>[Q]' if m.role == 'user' else '[A]' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    with pytest.raises(TemplateRefusal, match="writes no end-of-turn token"):
+        _ = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, ("<s>", "</s>")).assistant_turn
+    turn = ChatTemplate(source, {"bos_token": "<b>", "eos_token": "</s>"}, ("<s>", "</s>")).assistant_turn
+    assert turn.ends == ("<s>",)
 
 
 def test_a_line_end_that_is_an_added_token_ends_no_turn() -> None:

@@ -94,6 +94,11 @@ def test_an_answer_that_two_tokens_end_ends_with_the_second() -> None:
     assert Codec.of(chat_tokenizer("cohere")).turn_ends == ["<|END_OF_TURN_TOKEN|>"]
 
 
+def test_a_model_stops_where_the_next_turn_begins_if_nothing_ends_its_own() -> None:
+    # of the user, or of a tool that it called
+    assert Codec.of(chat_tokenizer("glm")).turn_ends == ["<|user|>", "<|observation|>"]
+
+
 def test_a_template_that_takes_no_row_is_refused_with_its_first_reason() -> None:
     codec = Codec.of(chat_tokenizer("chatml"))
     broken = "{% if tools %}{{ raise_exception('second') }}{% endif %}{{ raise_exception('first') }}"

@@ -93,6 +93,15 @@ class AssistantTurn:
     """What each turn has behind that, up to the token at which a model stops; empty in most templates."""
     last: str = ""
     """The token with which the model ends a plain answer; empty where none is known."""
+    next_turn: str = ""
+    """Where the template writes no end-of-turn token, as GLM's: that which begins the turn of the user behind an
+    answer, and at which the model stops; empty in most templates."""
+    next_result: str = ""
+    """The same behind calls of tools, where their results begin."""
+
+    def begun_next(self, message: Message) -> str:
+        """What the model ends ``message`` with that the template does not write there, but in front of the next one."""
+        return self.next_result if message.get("tool_calls") else self.next_turn
 
     @cached_property
     def end_pattern(self) -> re.Pattern[str]:
@@ -268,14 +277,29 @@ class ChatTemplate:
         Raises TemplateRefusal when the template cannot be used for training.
         """
         question = {"role": "user", "content": _PROBE_QUESTION}
-        text, tools = self._probed([question, {"role": "assistant", "content": _PROBE_ANSWER}])
+        answer = {"role": "assistant", "content": _PROBE_ANSWER}
+        text, tools = self._probed([question, answer])
         prompt = next(iter(self.generation_prompts([question], tools, text)), "")
         before, found, after = text.rpartition(_PROBE_ANSWER)
         if not found:
             raise TemplateRefusal("it does not write the content of assistant messages")
         lead = before.removeprefix(prompt) if prompt else ""
-        # Gemma's line ends and runs of spaces are added tokens, too; none of them ends a turn.
-        match = any_of([token for token in self.added_tokens if token.strip()]).search(after)
+        match = self._any_token.search(after)
+        begins = ""
+        if match is None and not self.has_markers:
+            begins = self._begins([question, answer], question, tools)
+        if begins:
+            calls = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
+            said = {"role": "tool", "content": _PROBE_ANSWER, "tool_call_id": _PROBE_CALL["id"]}
+            results = self._begins([question, calls], said, [_PROBE_TOOL]) or begins
+            return AssistantTurn(
+                lead=lead,
+                ends=tuple(dict.fromkeys((begins, results))),
+                tail="",
+                last=begins,
+                next_turn=begins,
+                next_result=results,
+            )
         if match is None and not self.has_markers:
             raise TemplateRefusal(
                 f"it writes no end-of-turn token of this tokenizer after an assistant message, only {after!r}, so "
@@ -308,6 +332,23 @@ class ChatTemplate:
             return ""
         behind = text.partition(_PROBE_ANSWER)[2].partition(end)[2]
         return before + eos if behind.startswith(before + eos) else ""
+
+    def _begins(self, messages: list[Message], following: Message, tools: list[Any] | None) -> str:
+        """The token right behind ``messages`` with which the one that is ``following`` begins; empty where none does,
+        or one at which no model stops: that of the beginning of a text."""
+        try:
+            before, text = self.render(messages, tools), self.render([*messages, following], tools)
+        except TemplateRefusal:
+            return ""
+        if not text.startswith(before):
+            return ""
+        found = self._any_token.match(text, len(before))
+        return found.group() if found and found.group() != self.special_tokens.get("bos_token") else ""
+
+    @cached_property
+    def _any_token(self) -> re.Pattern[str]:
+        # Gemma's line ends and runs of spaces are added tokens, too; none of them ends a turn.
+        return any_of([token for token in self.added_tokens if token.strip()])
 
     @cached_property
     def no_reasoning(self) -> str:

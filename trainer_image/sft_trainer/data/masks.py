@@ -10,7 +10,8 @@ the boundary, and rendering prefixes is wrong where templates rewrite history.) 
 
 A turn is refused when neither holds, and when the template rewrites it once later turns follow, because then the
 text that would be trained is not the text that the model writes. The end-of-turn token is always trained, and with it
-what closes every turn behind it, if anything does: without the token at which a model stops it never learns to.
+what closes every turn behind it, if anything does: without the token at which a model stops it never learns to. A
+template that writes none (GLM's) has models stop at the token that begins the next turn: it is put behind the last one.
 """
 
 import json
@@ -69,7 +70,8 @@ def mark(template: ChatTemplate, conversation: Conversation, train_on: TrainOn) 
     selected, messages = selected_turns(conversation, train_on), conversation.messages
     if train_on == "allTokens":
         _check_flags(conversation)
-        rendered = text = template.render(messages, conversation.tools)
+        rendered = template.render(messages, conversation.tools)
+        text = rendered + _begun_next(template, messages[-1])
         spans = [(0, len(text))]
     elif not selected:
         return None
@@ -105,8 +107,14 @@ def _spans_of_turns(
         text, spans = _marked_spans(template, messages, tools, selected)
         return text, text, spans
     rendered = template.render(messages, tools)
-    text = _as_asked(template, rendered, messages, tools)
+    text = _as_asked(template, rendered, messages, tools) + _begun_next(template, messages[-1])
     return rendered, text, [_turn_span(template, text, messages, tools, turn) for turn in selected]
+
+
+def _begun_next(template: ChatTemplate, message: Message) -> str:
+    """The token behind the last ``message`` that the template would write in front of another one, where answers end
+    with nothing else."""
+    return template.assistant_turn.begun_next(message) if message["role"] == "assistant" else ""
 
 
 def _as_asked(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> str:
@@ -241,7 +249,8 @@ def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools
     """The span of message ``turn`` in ``text``, the render of ``messages``."""
     is_last = turn == len(messages) - 1
     # What the model wrote when this turn was the last one.
-    text_then = text if is_last else template.render(messages[: turn + 1], tools)
+    begun_next = _begun_next(template, messages[turn])
+    text_then = text if is_last else template.render(messages[: turn + 1], tools) + begun_next
     try:
         prompt = next(template.generation_prompts(messages[:turn], tools, text_then), None)
     except TemplateRefusal as error:  # many look at the first turn, where an answer has nothing before it
@@ -270,6 +279,12 @@ def _turn_span(template: ChatTemplate, text: str, messages: list[Message], tools
     for kept in (written, written.removeprefix(template.assistant_turn.lead)):
         if text.startswith(kept, len(prompt)):
             return len(prompt), len(prompt) + len(kept)
+    if begun_next and text.startswith(written.removesuffix(begun_next), len(prompt)):
+        raise TemplateRefusal(
+            f"message {turn + 1} (assistant) ends with {begun_next!r}, which this template writes in front of what is "
+            f"to follow, and what follows is of another role ({messages[turn + 1]['role']}); flag the message with "
+            '"train": false, or set data.trainOn: lastAssistantMessage'
+        )
     raise TemplateRefusal(
         f"the template rewrites message {turn + 1} (assistant) once later turns follow (it removes reasoning, for "
         "instance), so its tokens are not what the model would write; set data.trainOn: lastAssistantMessage, "

@@ -174,7 +174,8 @@ class Codec:
         except ModelError:  # of a model that is trained on texts
             end = self.special_tokens.get("eos_token")
             return [end] if end else []
-        return [*dict.fromkeys(last for template in templates if (last := template.assistant_turn.last))]
+        turns = [template.assistant_turn for template in templates]
+        return [*dict.fromkeys(end for turn in turns for end in (turn.last, turn.next_result) if end)]
 
     @cached_property
     def control_tokens(self) -> re.Pattern[str]:
