@@ -51,8 +51,7 @@ def remedy(error: ErrorDetails, root: Schema) -> str:
             return _did_you_mean(meant)
         return _as_map(value, schema_at(root, location).get("properties", {}), location)
     if kind in ("model_type", "model_attributes_type") and isinstance(value, bool):
-        by_itself = "" if schema_at(root, location).get("required") else "; write {} for its defaults"
-        return by_itself if value else "; leave it out"
+        return _instead_of_switch(schema_at(root, location), on=value)
     return ""
 
 
@@ -94,14 +93,25 @@ def _as_list(value: Any, items: Schema) -> str:
 
 def _as_map(value: str, fields: dict[str, Schema], location: tuple[int | str, ...]) -> str:
     """What to write where one of ``fields`` is what ``value`` is about, or is called so; else nothing."""
-    if value in fields:
+    if fields.get(value, {}).get("type") == "object":
         return f"; write {{{value}: {{}}}}"
     if named := next((name for name in ("uri", "repository") if name in fields), None):
         return f"; write {{{named}: {json.dumps(value)}}}"
     if location and str(location[-1]).endswith("SecretRef") and "name" in fields:
         return f"; write {{name: {json.dumps(value)}}}"
-    kind = closest(value, fields.get("type", {}).get("enum", ()))
-    return f"; write {{type: {kind}}}" if kind else ""
+    kinds = ((name, closest(value, fields.get(name, {}).get("enum", ()))) for name in ("type", "policy"))
+    return next((f"; write {{{name}: {kind}}}" for name, kind in kinds if kind), "")
+
+
+def _instead_of_switch(schema: Schema, *, on: bool) -> str:
+    """What to write where a map of ``schema`` was to be switched ``on``, or off; nothing where that is not known."""
+    if on:
+        return "" if schema.get("required") else "; write {} for its defaults"
+    if "default" not in schema:
+        return "; leave it out"
+    # Left out it is as its defaults say, which is not off: a run that shall not resume would.
+    off = "never" in schema["properties"].get("policy", {}).get("enum", ())
+    return "; write {policy: never}" if off else ""
 
 
 def _did_you_mean(*names: str | None) -> str:
@@ -109,7 +119,7 @@ def _did_you_mean(*names: str | None) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-_OF_BOOL = {True: ("ffd", "full"), False: ("none",)}
+_OF_BOOL = {True: ("ffd", "full"), False: ("none", "never")}
 """What is meant by true and false where a word has to be chosen."""
 
 _OTHER_VALUES = {

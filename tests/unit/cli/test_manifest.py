@@ -333,6 +333,13 @@ SENTENCES = {
     "training: {optimizer: lion}": 'spec.training.optimizer: must be a map of fields, got "lion"',
     "lora: true": "spec.lora: must be a map of fields, got true; write {} for its defaults",
     "lora: false": "spec.lora: must be a map of fields, got false; leave it out",
+    "checkpoint: {resume: false}": "spec.checkpoint.resume: must be a map of fields, got false; write {policy: never}",
+    "checkpoint: {resume: never}": 'spec.checkpoint.resume: must be a map of fields, got "never"; write '
+    "{policy: never}",
+    "checkpoint: {resume: {policy: false}}": "spec.checkpoint.resume.policy: must be one of auto, never, got false; "
+    "did you mean never?",
+    "training: {schedule: false}": "spec.training.schedule: must be a map of fields, got false",
+    "lora: rank": 'spec.lora: must be a map of fields, got "rank"',
     "data: {train: [{uri: hf://org/rows}], heldOut: true}": "spec.data.heldOut: must be a map of fields, got true",
     "strategy: fsdp": 'spec.strategy: must be a map of fields, got "fsdp"; write {fsdp: {}}',
     "model: {uri: hf://org/name, tokenSecretRef: hub}": "spec.model.tokenSecretRef: must be a map of fields, got "
