@@ -87,6 +87,12 @@ def test_unknown_columns_are_named_with_the_formats(columns: list[str]) -> None:
             "also format: shareGPT",
         ),
         (["Question", "RESPONSE"], "; if they are text, set columns: {instruction: Question, output: RESPONSE}"),
+        (
+            ["Question", "Context", "Answer", "System"],
+            "; if they are text, set columns: {instruction: Question, input: Context, output: Answer}, and systemKey: "
+            "System",
+        ),
+        (["Input", "Output"], "; if they are text, set columns: {instruction: Input, output: Output}"),
         (["body"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
         (["data"], "pretokenized (input_ids, and loss_mask or labels), text (text)"),
     ],
@@ -133,6 +139,10 @@ def test_names_common_elsewhere_tell_what_to_rename(columns: list[str], change: 
                 (
                     {"prompt": [QUESTION], "chosen": [ANSWER]},
                     "; what was chosen is trained where you set columns: {completion: chosen}",
+                ),
+                (
+                    {"prompt": [QUESTION], "chosen": [QUESTION, ANSWER]},
+                    "; what was chosen is trained where you set messagesKey: chosen",
                 ),
                 (
                     {"prompt": "Hi", "chosen": "Yo"},

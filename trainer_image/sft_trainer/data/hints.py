@@ -3,7 +3,7 @@
 It only words what a user is told to change; nothing is read by it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .turns import quoted
@@ -80,18 +80,22 @@ def beside_turns(first: Mapping[str, Any], read: Mapping[str, str]) -> tuple[lis
 
 def question_and_answer(columns: Collection[str]) -> tuple[str, str] | None:
     """Which of ``columns`` are called like a question, and like its answer."""
-    named = {name.lower(): name for name in columns}
-    question = next((named[name] for name in _QUESTIONS if name in named), None)
-    answer = next((named[name] for name in _ANSWERS if name in named), None)
+    question, answer = _called(_QUESTIONS, columns), _called(_ANSWERS, columns)
     return (question, answer) if question is not None and answer is not None else None
+
+
+def _called(names: Sequence[str], columns: Collection[str]) -> str | None:
+    """Which of ``columns`` has the first of ``names`` that there is, in letters of whatever case."""
+    named = {column.lower(): column for column in columns}
+    return next((named[name] for name in names if name in named), None)
 
 
 def _renamed(columns: Collection[str], pair: tuple[str, str]) -> str:
     question, answer = pair
-    context = next((name for name in _CONTEXTS if name in columns), "input")
+    context = _called(_CONTEXTS, [column for column in columns if column not in pair]) or "input"
     named = ((question, "instruction"), (context, "input"), (answer, "output"))
     renamed = [f"{new}: {old}" for old, new in named if old != new]
-    system = next((name for name in _SYSTEMS if name in columns), "system")
+    system = _called(_SYSTEMS, columns) or "system"
     also = f", and systemKey: {system}" if system != "system" else ""
     return f"set columns: {{{', '.join(renamed)}}}{also}"
 
@@ -105,7 +109,8 @@ def _of_preferences(first: Mapping[str, Any]) -> str:
         return "columns: {instruction: prompt, output: chosen}"
     if not isinstance(chosen, list) or not _of_objects(chosen):
         return ""
-    if _of_objects(prompt):
+    # Of some it is the whole conversation: behind the prompt that would be asked twice.
+    if isinstance(prompt, list) and _of_objects(prompt) and chosen[: len(prompt)] != prompt:
         return "columns: {completion: chosen}"
     return _key("chosen", chosen[0]) if len(chosen) > 1 else ""
 
