@@ -109,9 +109,11 @@ def _instead_of_switch(schema: Schema, *, on: bool) -> str:
         return "" if schema.get("required") else "; write {} for its defaults"
     if "default" not in schema:
         return "; leave it out"
-    # Left out it is as its defaults say, which is not off: a run that shall not resume would.
-    off = "never" in schema["properties"].get("policy", {}).get("enum", ())
-    return "; write {policy: never}" if off else ""
+    # Left out it is as its defaults say, which is not off: the run would resume, and export its model.
+    fields = schema["properties"]
+    if "never" in fields.get("policy", {}).get("enum", ()):
+        return "; write {policy: never}"
+    return "; write {atEnd: false}" if "atEnd" in fields else ""
 
 
 def _did_you_mean(*names: str | None) -> str:

@@ -338,6 +338,7 @@ SENTENCES = {
     "{policy: never}",
     "checkpoint: {resume: {policy: false}}": "spec.checkpoint.resume.policy: must be one of auto, never, got false; "
     "did you mean never?",
+    "export: false": "spec.export: must be a map of fields, got false; write {atEnd: false}",
     "training: {schedule: false}": "spec.training.schedule: must be a map of fields, got false",
     "lora: rank": 'spec.lora: must be a map of fields, got "rank"',
     "data: {train: [{uri: hf://org/rows}], heldOut: true}": "spec.data.heldOut: must be a map of fields, got true",
