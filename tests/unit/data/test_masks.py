@@ -87,6 +87,26 @@ def test_reasoning_of_a_row_that_asks_for_it_is_trained_behind_a_prompt_that_say
     assert [marked.text[slice(*span)] for span in marked.spans] == ["<|channel>thought\nHm.\n<channel|>Yo<turn|>"]
 
 
+@pytest.mark.parametrize(
+    ("said", "trained"),
+    [({"content": "Yo"}, "Yo<turn|>"), (call("sky"), "<|tool_call>call:sky<tool_call|><|tool_response>")],
+)
+def test_a_prompt_says_that_there_is_no_reasoning_also_where_only_calls_have_some(
+    said: dict[str, Any], trained: str
+) -> None:
+    # as the templates that Gemma 4 came with: reasoning of an answer is left out
+    source = template_of("gemma4").source.replace(
+        "turn.reasoning_content and", "turn.reasoning_content and turn.tool_calls and"
+    )
+    template = dataclasses.replace(template_of("gemma4"), source=source)
+    marked = mark(template, turns(user("Hi"), {"role": "assistant", **said}), LAST)
+    assert marked is not None
+    assert [marked.text[slice(*span)] for span in marked.spans] == [trained]
+    assert marked.text.endswith(
+        f"<|turn>model\n<|channel>thought\n<channel|>{trained}\n" if "content" in said else trained
+    )
+
+
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "deepseek_r1", "harmony", "mistral"])
 def test_most_prompts_do_not_say_that_there_is_no_reasoning(family: str) -> None:
     # nor does that of DeepSeek-R1, which opens a block of it
@@ -269,6 +289,26 @@ def test_a_call_without_a_content_has_an_empty_one_where_the_template_wants_text
     assert [marked.text[slice(*span)] for span in marked.spans] == ['sky{"x": "ü"}<|end|>']
 
 
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
+def test_a_call_ends_also_where_the_template_ends_contents_alone(content: str | None, marks: tuple[str, str]) -> None:
+    # as that of LFM2.5
+    begin, end = marks
+    source = (
+        "{% for m in messages %}[{{ m.role }}:{% if m.role == 'assistant' %}"
+        + begin
+        + "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments | tojson }}{% endfor %}"
+        "{% if m.content is defined %}{{ m.content + '<|end|>' }}{% endif %}"
+        + end
+        + "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}{{ '[assistant:' if add_generation_prompt }}"
+    )
+    given = turns(user("Sky?"), assistant(content, **call("sky", x="ü")), tool("Blue"), assistant("It is blue."))
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, ALL)
+    assert marked is not None
+    trained = [marked.text[slice(*span)] for span in marked.spans]
+    assert trained == ['sky{"x": "ü"}<|end|>', "It is blue.<|end|>"]
+
+
 @pytest.mark.parametrize(
     ("written", "trained"),
     [
@@ -313,6 +353,22 @@ def test_earlier_calls_are_not_found_in_the_list_of_tools(train_on: Any) -> None
     assert "[[sky()]<|end|>" in marked.text
 
 
+def test_earlier_calls_without_arguments_are_written_by_their_ids_too() -> None:
+    # as those of Kimi K2, whose template writes no name
+    source = (
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.content }}{% for call in m.tool_calls %}"
+        "{{ call.id + call.function.arguments | tojson }}{% endfor %}<|end|>{% endfor %}"
+        "{{ '[' if add_generation_prompt }}"
+    )
+    calls = call("now")
+    calls["tool_calls"][0]["id"] = "functions.now:0"
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    given = turns(user("When?"), assistant("", **calls), tool("Noon"), assistant("At noon."), tools=tools)
+    marked = mark(ChatTemplate(source, {}, ("<|end|>",)), given, LAST)
+    assert marked is not None
+    assert "[functions.now:0{}<|end|>" in marked.text
+
+
 @pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")])
 @pytest.mark.parametrize(
     ("behind", "closing"),
@@ -336,6 +392,17 @@ def test_what_closes_every_answer_is_trained_with_it(marks: tuple[str, str], beh
     trained = [marked.text[slice(*span)] for span in marked.spans]
     assert trained == [f"First.<|end|>{closing}", f"Second.<|end|>{closing}"]
     assert template.assistant_turn.last == ("<|stop|>" if closing else "<|end|>")
+
+
+def test_an_answer_ends_with_the_first_token_at_which_models_stop() -> None:
+    # as those of Apriel 1.5, which has two
+    source = (
+        "{% for m in messages %}[{{ m.content + '<|end|>' }}{{ '\\n' + eos_token if m.role == 'assistant' }}"
+        "{% endfor %}{{ '[' if add_generation_prompt }}"
+    )
+    marked = mark(ChatTemplate(source, {"eos_token": "<|end|>"}, ("<|end|>",)), turns(*TWO), ALL)
+    assert marked is not None
+    assert [marked.text[slice(*span)] for span in marked.spans] == ["First.<|end|>", "Second.<|end|>"]
 
 
 OF_TWO_ROLES = (

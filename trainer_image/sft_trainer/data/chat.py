@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, Literal
 
 import jinja2
@@ -25,6 +26,8 @@ from sft_trainer.versions import template_environment
 Message = dict[str, Any]
 Content = Literal["left out", "none", "empty"]
 """What the content of a message is that has none."""
+CallForm = tuple[bool, Content]
+"""Whether the arguments of a call are JSON in a string, and what the content beside it is where there is none."""
 Span = tuple[int, int]
 """Characters ``start`` to ``end`` (excluded) of a rendered conversation."""
 
@@ -55,8 +58,10 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"probe": {"type": "string", "description": "probe"}}},
     },
 }
-_PROBE_ARGUMENTS = {"probe": "probe"}
+_PROBE_ARGUMENT = "probedargument"
+_PROBE_ARGUMENTS = {"probe": _PROBE_ARGUMENT}
 _PROBE_CALL = {"id": "probecall", "type": "function", "function": {"name": "probe", "arguments": _PROBE_ARGUMENTS}}
+_PROBE_CALLS: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
 _WRITTEN_BY_PYTHON = (repr(_PROBE_ARGUMENTS), repr(json.dumps(_PROBE_ARGUMENTS)))
 
 
@@ -241,22 +246,24 @@ class ChatTemplate:
         ]
 
     @cached_property
-    def _call_form(self) -> tuple[bool, Content]:
-        """Whether the arguments of a call are to be JSON in a string, and what a content is to be that is not there.
+    def _call_form(self) -> CallForm:
+        """How calls are to be written for the template.
 
         DeepSeek's templates put arguments together with other text, and tell calls by a content that is none; that of
-        Apertus wants a text. What others write as it is given would be what Python prints of an object, which is no
-        JSON.
+        Apertus wants a text, and that of LFM2.5 ends no call without one. What others write as it is given would be
+        what Python prints of an object, which is no JSON.
         """
-        calls: Message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
-        forms: list[tuple[bool, Content]] = [
+        forms: list[CallForm] = [
             *((as_text, content) for as_text in (False, True) for content in ("left out", "none")),
             # Last: some take an empty text for an answer, and write no call then.
             *((as_text, "empty") for as_text in (False, True)),
         ]
-        taken = []
+        ends: tuple[str, ...] = ()
+        with suppress(TemplateRefusal):  # which is told where an answer is looked for
+            ends = self.assistant_turn.ends
+        taken: list[tuple[bool, bool, CallForm]] = []
         for form in forms:
-            messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(calls, *form)]
+            messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(_PROBE_CALLS, *form)]
             with suppress(Exception):  # as below
                 text = self._plain.render(
                     messages=messages,
@@ -265,10 +272,13 @@ class ChatTemplate:
                     add_generation_prompt=False,
                     **self.special_tokens,
                 )
-                taken.append(form)
-                if not any(written in text for written in _WRITTEN_BY_PYTHON):
+                is_json = not any(written in text for written in _WRITTEN_BY_PYTHON)
+                _, is_written, behind = text.rpartition(_PROBE_ARGUMENT)
+                is_ended = not ends or (bool(is_written) and any(end in behind for end in ends))
+                if is_json and is_ended:
                     return form
-        return next(iter(taken), forms[0])
+                taken.append((is_json, is_ended, form))
+        return max(taken, key=itemgetter(0, 1))[2] if taken else forms[0]
 
     @cached_property
     def assistant_turn(self) -> AssistantTurn:
@@ -310,7 +320,7 @@ class ChatTemplate:
         eos = self.special_tokens.get("eos_token")
         ends = [match.group(), *([eos] if eos else []), *_TOOL_CALL_ENDS]
         known = {*self.added_tokens}
-        closing = self._closing(match.group(), after[match.end() :], tools) if eos in known else ""
+        closing = self._closing(match.group(), after[match.end() :], tools) if eos in known - {match.group()} else ""
         return AssistantTurn(
             lead=lead,
             ends=tuple(dict.fromkeys(token for token in ends if token in known)),
@@ -359,20 +369,32 @@ class ChatTemplate:
         """
         question: Message = {"role": "user", "content": _PROBE_QUESTION}
         answer: Message = {"role": "assistant", "content": _PROBE_ANSWER}
-        reasoned = {**answer, "thinking": _PROBE_REASONING, "reasoning_content": _PROBE_REASONING}
         try:
-            prompt = self.render([question], generation_prompt=True)
-            plain, other = (self.render([question, each]) for each in (answer, reasoned))
+            prompt, plain = self.render([question], generation_prompt=True), self.render([question, answer])
         except TemplateRefusal:
             return ""
         before, found, _ = plain.rpartition(_PROBE_ANSWER)
-        if not found or prompt == before or not (prompt.startswith(before) and other.startswith(before)):
+        said = prompt.removeprefix(before)
+        if not found or not said or said == prompt:
             return ""
-        block = other[len(before) :].partition(_PROBE_ANSWER)[0]
+        # Some write reasoning beside calls alone, as those that Gemma 4 came with.
+        reasons = any(self._reasons_in(said, before, question, message) for message in (answer, _PROBE_CALLS))
+        return said if reasons else ""
+
+    def _reasons_in(self, said: str, before: str, question: Message, message: Message) -> bool:
+        """Whether reasoning of ``message``, behind ``question``, stands between ``before`` and the rest in what
+        ``said`` is, but for white space."""
+        reasoned = {**message, "thinking": _PROBE_REASONING, "reasoning_content": _PROBE_REASONING}
+        try:
+            plain, other = self.render([question, message]), self.render([question, reasoned])
+        except TemplateRefusal:
+            return False
+        rest = plain.removeprefix(before)
+        if rest == plain or not (other.startswith(before) and other.endswith(rest)):
+            return False
+        block = other[len(before) : len(other) - len(rest)]
         without = block.replace(_PROBE_REASONING, "", 1)
-        said = prompt[len(before) :]
-        is_same = without != block and "".join(without.split()) == "".join(said.split())
-        return said if is_same else ""
+        return without != block and "".join(without.split()) == "".join(said.split())
 
     @cached_property
     def writes_tools(self) -> bool:

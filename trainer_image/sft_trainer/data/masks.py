@@ -183,11 +183,20 @@ def _check_other_calls(
     if not calling:
         return
     others = [
-        {**message, "tool_calls": _altered(message["tool_calls"])} if i in calling else message
+        {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]} if i in calling else message
         for i, message in enumerate(messages)
     ]
     if not _changes(template, text, others, tools):
         raise _unwritten(_called(messages[calling[0]])[0], calling[0])
+
+
+def _other_call(call: Message) -> Message:
+    """``call`` with another name and other arguments: Kimi K2's template writes its id and not its name, and not every
+    call has arguments."""
+    other: Message = _altered(call)
+    function = other.get("function", other)
+    function["arguments"] = {**function["arguments"], _ALTERATION: _ALTERATION}
+    return other
 
 
 def _check_context(template: ChatTemplate, text: str, messages: list[Message], tools: list[Any] | None) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from .kept import KeptTokens
 
-VERSION = 8
+VERSION = 9
 """To be raised with every change of this package that changes tokens or masks, or refuses rows: caches of older
 versions are left."""
 
