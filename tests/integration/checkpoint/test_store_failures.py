@@ -399,7 +399,7 @@ def test_parts_are_sent_from_where_they_lie_and_not_hashed_for_their_signature(s
 
 
 class SlowServer(BaseHTTPRequestHandler):
-    """Takes uploads at 0.4 MB/s a connection."""
+    """Takes uploads at 0.2 MB/s a connection."""
 
     protocol_version = "HTTP/1.1"
 
@@ -412,7 +412,7 @@ class SlowServer(BaseHTTPRequestHandler):
         left = int(self.headers["Content-Length"])
         while left and (block := self.rfile.read1(min(left, 2**16))):
             left -= len(block)
-            time.sleep(len(block) / 4e5)
+            time.sleep(len(block) / 2e5)
         self._answer()
 
     do_DELETE = do_PUT
@@ -445,7 +445,7 @@ def test_a_server_that_takes_long_for_what_it_is_sent_is_no_server_that_is_away(
 
     A line that all processes of a group share, sixteen connections of each, has little for each one.
     """
-    monkeypatch.setattr("sft_trainer.checkpoint.s3._CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr("sft_trainer.checkpoint.s3._CONNECT_SECONDS", 2.0)
     monkeypatch.setattr("sft_trainer.checkpoint.s3._KEEPALIVE", ((socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16),))
     monkeypatch.setattr("sft_trainer.checkpoint.s3.PART_SIZE", MiB)
     with served(SlowServer, SmallBuffers) as url:

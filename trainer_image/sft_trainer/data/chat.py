@@ -260,7 +260,7 @@ class ChatTemplate:
         ]
         ends: tuple[str, ...] = ()
         with suppress(TemplateRefusal):  # which is told where an answer is looked for
-            ends = self.assistant_turn.ends
+            ends = () if self._answer_turn.next_turn else self._answer_turn.ends
         taken: list[tuple[bool, bool, CallForm]] = []
         for form in forms:
             messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(_PROBE_CALLS, *form)]
@@ -286,6 +286,17 @@ class ChatTemplate:
 
         Raises TemplateRefusal when the template cannot be used for training.
         """
+        turn = self._answer_turn
+        if not turn.next_turn:
+            return turn
+        question: Message = {"role": "user", "content": _PROBE_QUESTION}
+        result: Message = {"role": "tool", "content": _PROBE_ANSWER, "tool_call_id": _PROBE_CALL["id"]}
+        begins = self._begins([question, {**_PROBE_CALLS, "content": ""}], result, [_PROBE_TOOL]) or turn.next_turn
+        return replace(turn, ends=tuple(dict.fromkeys((turn.next_turn, begins))), next_result=begins)
+
+    @cached_property
+    def _answer_turn(self) -> AssistantTurn:
+        """``assistant_turn`` as far as it is known without calls, whose form goes by it."""
         question = {"role": "user", "content": _PROBE_QUESTION}
         answer = {"role": "assistant", "content": _PROBE_ANSWER}
         text, tools = self._probed([question, answer])
@@ -295,22 +306,9 @@ class ChatTemplate:
             raise TemplateRefusal("it does not write the content of assistant messages")
         lead = before.removeprefix(prompt) if prompt else ""
         match = self._any_token.search(after)
-        begins = ""
         if match is None and not self.has_markers:
-            begins = self._begins([question, answer], question, tools)
-        if begins:
-            calls = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
-            said = {"role": "tool", "content": _PROBE_ANSWER, "tool_call_id": _PROBE_CALL["id"]}
-            results = self._begins([question, calls], said, [_PROBE_TOOL]) or begins
-            return AssistantTurn(
-                lead=lead,
-                ends=tuple(dict.fromkeys((begins, results))),
-                tail="",
-                last=begins,
-                next_turn=begins,
-                next_result=results,
-            )
-        if match is None and not self.has_markers:
+            if begins := self._begins([question, answer], question, tools):
+                return AssistantTurn(lead=lead, ends=(begins,), tail="", last=begins, next_turn=begins)
             raise TemplateRefusal(
                 f"it writes no end-of-turn token of this tokenizer after an assistant message, only {after!r}, so "
                 "the model would never learn to stop; set a model.chatTemplate that writes one (such as eos_token)"
