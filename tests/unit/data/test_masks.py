@@ -353,6 +353,24 @@ def test_earlier_calls_are_not_found_in_the_list_of_tools(train_on: Any) -> None
     assert "[[sky()]<|end|>" in marked.text
 
 
+@pytest.mark.parametrize("train_on", [LAST, ALL, EVERY])
+def test_of_several_calls_not_only_the_first_is_written(train_on: Any) -> None:
+    # given a template that writes one call, as that of gpt-oss, of a message that calls a tool twice
+    source = (
+        "{% for m in messages %}[{{ m.content }}{{ m.tool_calls[0].function | tojson if m.tool_calls }}<|end|>"
+        "{% endfor %}{{ '[' if add_generation_prompt }}"
+    )
+    calls = [*call("sky", x="ü")["tool_calls"], *call("sky", x="ö")["tool_calls"]]
+    asked, told = (user("Skies?"), assistant("", tool_calls=calls)), (tool("blue"), tool("red"), assistant("So."))
+    template = ChatTemplate(source, {}, ("<|end|>",))
+    for given in (turns(*asked), turns(*asked, *told)):
+        with pytest.raises(TemplateRefusal, match="only the first of the tool calls of message 2"):
+            mark(template, given, train_on)
+        every = "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+        other = source.replace("{{ m.tool_calls[0].function | tojson if m.tool_calls }}", every)
+        assert mark(dataclasses.replace(template, source=other), given, train_on) is not None
+
+
 def test_earlier_calls_without_arguments_are_written_by_their_ids_too() -> None:
     # as those of Kimi K2, whose template writes no name
     source = (

@@ -174,20 +174,31 @@ def _check_other_calls(
 ) -> None:
     """Raises TemplateRefusal when ``text``, the render of ``messages``, would be the same with other tool calls: their
     names may stand in it as those of ``tools``, or because somebody spoke of them. Those of the messages ``found`` are
-    known to be written, and so is what a message says in its content."""
-    calling = [
+    known to be written, at least the first of each, and so is what a message says in its content."""
+    unsaid = [
         i
         for i, message in enumerate(messages)
-        if i not in found and any(name not in message.get("content", "") for name in _called(message))
+        if any(name not in message.get("content", "") for name in _called(message))
     ]
-    if not calling:
-        return
-    others = [
-        {**message, "tool_calls": [_other_call(call) for call in message["tool_calls"]]} if i in calling else message
+    calling = [i for i in unsaid if i not in found]
+    if calling and not _changes(template, text, _with_other_calls(messages, calling), tools):
+        raise _unwritten(_called(messages[calling[0]])[0], calling[0])
+    several = [i for i in unsaid if len(_called(messages[i])) > 1]
+    if several and not _changes(template, text, _with_other_calls(messages, several, first=1), tools):
+        raise TemplateRefusal(
+            f"the template writes only the first of the tool calls of message {several[0] + 1}; set a "
+            "model.chatTemplate that writes several, or leave such rows out"
+        )
+
+
+def _with_other_calls(messages: list[Message], turns: list[int], *, first: int = 0) -> list[Message]:
+    """``messages``, of which those of ``turns`` have other calls from number ``first`` on."""
+    return [
+        {**message, "tool_calls": [*message["tool_calls"][:first], *map(_other_call, message["tool_calls"][first:])]}
+        if i in turns
+        else message
         for i, message in enumerate(messages)
     ]
-    if not _changes(template, text, others, tools):
-        raise _unwritten(_called(messages[calling[0]])[0], calling[0])
 
 
 def _other_call(call: Message) -> Message:
