@@ -600,6 +600,22 @@ def test_an_answer_that_something_else_follows_than_what_its_end_begins_is_refus
     assert [marked.text[start:end] for start, end in marked.spans] == ["\n<think></think>\nYo<|user|>"]
 
 
+def test_the_end_of_a_call_that_its_turn_goes_on_behind_is_not_known() -> None:
+    # given a template that ends a turn where the next one begins, and writes results within it, as that of Apertus
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% if not loop.first %}<|end|>{% endif %}[Q]{{ m.content }}"
+        "{% elif m.role == 'tool' %}({{ m.content }}){% else %}{% if loop.previtem.role == 'user' %}[A]{% endif %}"
+        "{{ m.content }}{% for call in m.tool_calls or [] %}<|call|>{{ call.function | tojson }}<|called|>{% endfor %}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+    )
+    template = ChatTemplate(source, {"eos_token": "<|end|>"}, ("<|end|>", "<|call|>", "<|called|>"))
+    marked = mark(template, turns(user("Hi"), assistant("Yo")), LAST)
+    assert marked is not None
+    assert marked.text == "[Q]Hi[A]Yo<|end|>"
+    with pytest.raises(TemplateRefusal, match=r"does not end with one of <\|end\|>: .*<\|called\|>"):
+        mark(template, turns(user("Sky?"), assistant("", **call("sky"))), LAST)
+
+
 def test_no_model_stops_at_the_token_that_begins_a_text() -> None:
     # given a template that begins every question with it, and ends no answer
     source = (

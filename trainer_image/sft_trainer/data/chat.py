@@ -102,7 +102,8 @@ class AssistantTurn:
     """Where the template writes no end-of-turn token, as GLM's: that which begins the turn of the user behind an
     answer, and at which the model stops; empty in most templates."""
     next_result: str = ""
-    """The same behind calls of tools, where their results begin."""
+    """The same behind calls of tools, where their results begin; empty, too, where these begin with no token, as those
+    of Apertus: its turn goes on behind them."""
 
     def begun_next(self, message: Message) -> str:
         """What the model ends ``message`` with that the template does not write there, but in front of the next one."""
@@ -291,8 +292,9 @@ class ChatTemplate:
             return turn
         question: Message = {"role": "user", "content": _PROBE_QUESTION}
         result: Message = {"role": "tool", "content": _PROBE_ANSWER, "tool_call_id": _PROBE_CALL["id"]}
-        begins = self._begins([question, {**_PROBE_CALLS, "content": ""}], result, [_PROBE_TOOL]) or turn.next_turn
-        return replace(turn, ends=tuple(dict.fromkeys((turn.next_turn, begins))), next_result=begins)
+        begins = self._begins([question, {**_PROBE_CALLS, "content": ""}], result, [_PROBE_TOOL])
+        ends = dict.fromkeys(filter(None, (turn.next_turn, begins)))
+        return replace(turn, ends=tuple(ends), next_result=begins)
 
     @cached_property
     def _answer_turn(self) -> AssistantTurn:
