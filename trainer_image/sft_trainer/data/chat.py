@@ -50,6 +50,8 @@ _TEMPLATES_KEPT = 64
 """Sets of variables for which what was learnt of a template is kept."""
 
 _PROBE_QUESTION, _PROBE_ANSWER, _PROBE_REASONING = "question", "probedanswer", "probedreasoning"
+_ASKED: Message = {"role": "user", "content": _PROBE_QUESTION}
+_ANSWERED: Message = {"role": "assistant", "content": _PROBE_ANSWER}
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -264,7 +266,7 @@ class ChatTemplate:
             ends = () if self._answer_turn.next_turn else self._answer_turn.ends
         taken: list[tuple[bool, bool, CallForm]] = []
         for form in forms:
-            messages = [{"role": "user", "content": _PROBE_QUESTION}, _call_written(_PROBE_CALLS, *form)]
+            messages = [_ASKED, _call_written(_PROBE_CALLS, *form)]
             with suppress(Exception):  # as below
                 text = self._plain.render(
                     messages=messages,
@@ -290,26 +292,23 @@ class ChatTemplate:
         turn = self._answer_turn
         if not turn.next_turn:
             return turn
-        question: Message = {"role": "user", "content": _PROBE_QUESTION}
         result: Message = {"role": "tool", "content": _PROBE_ANSWER, "tool_call_id": _PROBE_CALL["id"]}
-        begins = self._begins([question, {**_PROBE_CALLS, "content": ""}], result, [_PROBE_TOOL])
+        begins = self._begins([_ASKED, {**_PROBE_CALLS, "content": ""}], result, [_PROBE_TOOL])
         ends = dict.fromkeys(filter(None, (turn.next_turn, begins)))
         return replace(turn, ends=tuple(ends), next_result=begins)
 
     @cached_property
     def _answer_turn(self) -> AssistantTurn:
         """``assistant_turn`` as far as it is known without calls, whose form goes by it."""
-        question = {"role": "user", "content": _PROBE_QUESTION}
-        answer = {"role": "assistant", "content": _PROBE_ANSWER}
-        text, tools = self._probed([question, answer])
-        prompt = next(iter(self.generation_prompts([question], tools, text)), "")
+        text, tools = self._probed([_ASKED, _ANSWERED])
+        prompt = next(iter(self.generation_prompts([_ASKED], tools, text)), "")
         before, found, after = text.rpartition(_PROBE_ANSWER)
         if not found:
             raise TemplateRefusal("it does not write the content of assistant messages")
         lead = before.removeprefix(prompt) if prompt else ""
         match = self._any_token.search(after)
         if match is None and not self.has_markers:
-            if begins := self._begins([question, answer], question, tools):
+            if begins := self._begins([_ASKED, _ANSWERED], _ASKED, tools):
                 return AssistantTurn(lead=lead, ends=(begins,), tail="", last=begins, next_turn=begins)
             raise TemplateRefusal(
                 f"it writes no end-of-turn token of this tokenizer after an assistant message, only {after!r}, so "
@@ -335,9 +334,8 @@ class ChatTemplate:
         before, eos, _ = tail.partition(self.special_tokens["eos_token"])
         if not eos:
             return ""
-        question = {"role": "user", "content": _PROBE_QUESTION}
         try:
-            text = self.render([question, {"role": "assistant", "content": _PROBE_ANSWER}, question], tools)
+            text = self.render([_ASKED, _ANSWERED, _ASKED], tools)
         except TemplateRefusal:
             return ""
         behind = text.partition(_PROBE_ANSWER)[2].partition(end)[2]
@@ -367,10 +365,8 @@ class ChatTemplate:
 
         Not what opens a block that the model is to close (DeepSeek-R1): the answer would be trained as reasoning.
         """
-        question: Message = {"role": "user", "content": _PROBE_QUESTION}
-        answer: Message = {"role": "assistant", "content": _PROBE_ANSWER}
         try:
-            prompt, plain = self.render([question], generation_prompt=True), self.render([question, answer])
+            prompt, plain = self.render([_ASKED], generation_prompt=True), self.render([_ASKED, _ANSWERED])
         except TemplateRefusal:
             return ""
         before, found, _ = plain.rpartition(_PROBE_ANSWER)
@@ -378,15 +374,15 @@ class ChatTemplate:
         if not found or not said or said == prompt:
             return ""
         # Some write reasoning beside calls alone, as those that Gemma 4 came with.
-        reasons = any(self._reasons_in(said, before, question, message) for message in (answer, _PROBE_CALLS))
+        reasons = any(self._reasons_in(said, before, message) for message in (_ANSWERED, _PROBE_CALLS))
         return said if reasons else ""
 
-    def _reasons_in(self, said: str, before: str, question: Message, message: Message) -> bool:
-        """Whether reasoning of ``message``, behind ``question``, stands between ``before`` and the rest in what
+    def _reasons_in(self, said: str, before: str, message: Message) -> bool:
+        """Whether reasoning of ``message``, behind a question, stands between ``before`` and the rest in what
         ``said`` is, but for white space."""
         reasoned = {**message, "thinking": _PROBE_REASONING, "reasoning_content": _PROBE_REASONING}
         try:
-            plain, other = self.render([question, message]), self.render([question, reasoned])
+            plain, other = self.render([_ASKED, message]), self.render([_ASKED, reasoned])
         except TemplateRefusal:
             return False
         rest = plain.removeprefix(before)
@@ -400,7 +396,7 @@ class ChatTemplate:
     def writes_tools(self) -> bool:
         """Whether it says beside one question and one answer which tools there are; many templates know of none, and
         leave them out without a word."""
-        messages = [{"role": "user", "content": _PROBE_QUESTION}, {"role": "assistant", "content": _PROBE_ANSWER}]
+        messages = [_ASKED, _ANSWERED]
         try:
             return self.render(messages) != self.render(messages, [_PROBE_TOOL])
         except TemplateRefusal:
