@@ -29,9 +29,9 @@ def scheduling_group(owner: ObjectMeta, pods: int, priority_class: str) -> Manif
 def pod_group_of(owner: ObjectMeta, child: ChildJob, pods: Iterable[Pod] = ()) -> Manifest | None:
     """The PodGroup that ``child`` names, whose ``pods`` have not ended; None where it names none.
 
-    It asks for all pods as long as it lives: none ends well before the whole run is complete. And they are preempted
-    together: of one that goes alone the others wait on their GPUs. Its priority has to be that of its pods, which a
-    webhook may have given them.
+    It asks for all pods, also once some have ended: none ends well before the whole run is complete. And they are
+    preempted together: of one that goes alone the others wait on their GPUs. Its priority has to be that of its pods,
+    which a webhook may have given them.
 
     A claim that is bound where its first pod goes is bound once that has its place, and until then no other pod finds
     one on another node. So these come one by one.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from ..names import TRAINER_CONTAINER
-from ..picture.observed import CRASHES, ChildJob, Observed, Pod, Refusal, Warning
+from ..picture.observed import CRASHES, SCHEDULER_ERROR, ChildJob, Observed, Pod, Refusal, Warning
 from .gangs import OVER_QUOTA, unplaced_pods
 
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
@@ -133,7 +133,7 @@ def _pod_problem(pod: Pod, observed: Observed) -> Problem | None:
         if scheduled.reason == "SchedulingGated":
             words = "something in this cluster holds it back before it is scheduled (spec.schedulingGates)"
             return Problem("SchedulingGated", f"pod {pod.name}: {words}: {scheduled.message}", False)
-        return _unscheduled(pod, scheduled.message)
+        return _unscheduled(pod, scheduled.message, tries_again=scheduled.reason == SCHEDULER_ERROR)
     where = f"pod {pod.where}"
     words = f"{where}: {pod.waiting_reason}: {pod.waiting_message}"
     if before := pod.waiting_container:
@@ -202,13 +202,15 @@ def _is_used_by_others(message: str, job: str) -> bool:
     return found["elsewhere"] is not None or not all(own.fullmatch(name) for name in names)
 
 
-def _unscheduled(pod: Pod, message: str) -> Problem:
+def _unscheduled(pod: Pod, message: str, *, tries_again: bool) -> Problem:
+    """``tries_again``: the scheduler failed over it, whatever room there is."""
     missing_claim = re.search(r'persistentvolumeclaim "[^"]*" not found', message)
     if missing_claim:
         create = "create the claim in this namespace, or correct the pvc:// URI in the spec"
         return Problem("ClaimMissing", f"pod {pod.name}: {message}; {create}", True)
     advice = [text for pattern, text in _PLACEMENT_ADVICE if re.search(pattern, message, re.IGNORECASE)]
-    words = "; ".join([message, *advice, "it starts by itself when a node fits"])
+    ending = "the scheduler tries again" if tries_again else "it starts by itself when a node fits"
+    words = "; ".join([message, *advice, ending])
     return Problem("Unschedulable", f"pod {pod.name} cannot be placed: {words}", False)
 
 

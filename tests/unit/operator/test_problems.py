@@ -457,3 +457,14 @@ def test_of_a_group_that_does_not_fit_the_words_about_nodes_are_told() -> None:
     assert "Insufficient cpu" in both.message
     assert alone
     assert group in alone.message
+
+
+def test_what_the_scheduler_fails_over_waits_for_no_node() -> None:
+    words = "all pods in a single pod group should have the same priority, got 20 and 10"
+    condition = {"type": "PodScheduled", "status": "False", "reason": "SchedulerError", "message": words}
+    pod = make_pod(0, phase="Pending", node=None, conditions=[condition])
+
+    problem = find_problem(Observed(job=make_child(), pods=(pod,)), pods_wanted=1)
+
+    assert problem
+    assert problem.message.endswith(f"{words}; the scheduler tries again")
